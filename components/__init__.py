@@ -1,0 +1,1 @@
+"""SinkFlex-RL: composable parts for reinforcement learning of tool-use agents."""

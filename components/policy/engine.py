@@ -1,0 +1,27 @@
+"""The protocol between rollouts and whatever samples for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from components.rollout.types import SampleRequest, SampleResult
+
+
+class PolicyEngine(Protocol):
+    """Samples turns from the current policy."""
+
+    policy_version: int
+    """Stamped on every sampled token; the trainer raises it at each sync."""
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Sample one turn for each request; results in the order of the requests."""
+        ...
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        """Free what is kept for these rollouts."""
+        ...
+
+    def sync(self, policy_version: int) -> None:
+        """The weights have changed: drop every cache and stamp the new version."""
+        ...
