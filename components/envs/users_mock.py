@@ -1,0 +1,200 @@
+"""The scripted user of the mock domain: reads a scenario's requests, makes them one at a time."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+STOP = "###STOP###"
+TRANSFER = "###TRANSFER###"
+MAX_STALE = 3
+"""Turns with nothing new after which the user leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One thing the user wants."""
+
+    kind: Literal["create", "update", "delete", "compliment"]
+    title: str = ""
+    description: str = ""
+    task_id: str = ""
+    """Empty: the task that was just created (update), or all tasks (delete)."""
+    status: str = ""
+    user_id: str = ""
+    """Set where the scenario has the request itself name the user."""
+
+
+_REQUESTS = re.compile(
+    r"task (?:titled|called) '(?P<title>[^']+)'(?: with the description '(?P<description>[^']+)')?"
+    r"(?: for (?P<user>user_\d+))?"
+    r"|(?P<be_id>task_\d+) be marked as (?P<be_status>pending|completed)"
+    r"|mark (?P<mark_id>task_\d+|the new task|the task) as (?P<mark_status>pending|completed)"
+    r"|delete (?P<delete>task_\d+|all)"
+    r"|request a (?P<compliment>compliment)"
+)
+
+_IDENTITY = re.compile(r"\b(?:user ?id|your id|your name|full name|who are|which user)\b", re.I)
+_USER_ID = re.compile(r"user ?id|your id|which user", re.I)
+_CONFIRM = re.compile(
+    r"\b(?:confirm|proceed|go ahead|(?:shall|should|may|can) i|(?:want|like) me to|right|correct|"
+    r"sure|okay|ok)\b",
+    re.I,
+)
+_DONE = re.compile(
+    r"\b(?:created|added|updated|marked|changed|set|done|is now|are now|completed)\b",
+    re.I,
+)
+_REFUSED = re.compile(
+    r"\b(?:cannot|can't|can not|could not|couldn't|unable|not able|not allowed|not possible|"
+    r"not been|failed|sorry|error|does not exist|not found)\b",
+    re.I,
+)
+_HANDED_OVER = re.compile(r"\btransfer(?:red|ring)?\b", re.I)
+
+
+def _requests(task: Any) -> tuple[Request, ...]:
+    """The requests that a scenario's text makes, in order."""
+    instructions = task.user_scenario.instructions
+    text = instructions if isinstance(instructions, str) else instructions.reason_for_call
+    history = (task.initial_state and task.initial_state.message_history) or []
+    mentioned = re.findall(r"\btask_\d+\b", text + " ".join(m.content or "" for m in history))
+    found: list[Request] = []
+    for match in _REQUESTS.finditer(text):
+        part = match.groupdict()
+        if part["title"]:
+            request = Request(
+                kind="create",
+                title=part["title"],
+                description=part["description"] or "",
+                user_id=part["user"] or "",
+            )
+        elif part["be_id"] or part["mark_id"]:
+            task_id = part["be_id"] or part["mark_id"]
+            if task_id == "the task":  # the one that the text or the conversation so far is about
+                task_id = mentioned[-1]
+            request = Request(
+                kind="update",
+                task_id=task_id if task_id.startswith("task_") else "",
+                status=part["be_status"] or part["mark_status"],
+            )
+        elif part["delete"]:
+            request = Request(kind="delete", task_id=part["delete"].removeprefix("all"))
+        else:
+            request = Request(kind="compliment")
+        found.append(request)
+    if not found:
+        raise ValueError(f"task {task.id!r}: found no request in its scenario: {text!r}")
+    return tuple(found)
+
+
+class MockUser:
+    """Makes one request at a time, answers what it is asked, and leaves when all is done.
+
+    It believes what the agent says: only the database knows better. Who it is it says when asked.
+    """
+
+    def __init__(self, task: Any, *, seed: int) -> None:
+        """Read the scenario.
+
+        Args:
+            task: a tau2 ``Task`` of the mock domain, official or generated.
+            seed: of the choice among paraphrases.
+        """
+        instructions = task.user_scenario.instructions
+        known = "" if isinstance(instructions, str) else instructions.known_info or ""
+        named = re.search(r"Your name is ([^.]+)\.", known)
+        with_id = re.search(r"\buser_\d+\b", known or str(instructions))
+        self._name = named[1] if named else ""
+        self._user_id = with_id[0] if with_id else ""
+        self._requests = _requests(task)
+        self._rng = random.Random(f"mock user/{seed}")
+        self._current = -1
+        self._said: set[tuple[int, str]] = set()
+        self._stale = 0
+
+    def reply(self, agent_text: str) -> str:
+        """The user's next message."""
+        if self._current < 0:
+            return self._next("Hi! ")
+        questions, statements = _split(agent_text)
+        request = self._requests[self._current]
+        if _HANDED_OVER.search(statements):
+            return TRANSFER
+        if _REFUSED.search(statements):
+            return self._next("Too bad. ")
+        if (request.kind == "compliment" and statements) or _DONE.search(statements):
+            return self._next(self._rng.choice(("Thank you. ", "Great, thanks. ", "Perfect. ")))
+        if _IDENTITY.search(questions):
+            return self._say("identity", self._identity(questions))
+        if re.search(r"\bdescription\b", questions, re.I) and request.kind == "create":
+            text = f"The description is '{request.description}'." if request.description else ""
+            return self._say("description", text or "It needs no description.")
+        if _CONFIRM.search(questions) and "else" not in questions:
+            return self._say("yes", "Yes, please go ahead.")
+        return self._say("request", self._ask(request))
+
+    def _next(self, lead: str) -> str:
+        """Make the next request, or leave."""
+        self._current += 1
+        if self._current >= len(self._requests):
+            return f"{lead}That is all. {STOP}"
+        return self._say("request", lead + self._ask(self._requests[self._current]))
+
+    def _say(self, kind: str, text: str) -> str:
+        """Say something, unless it has been said too often."""
+        fact = (self._current, kind)
+        self._stale = self._stale + 1 if fact in self._said else 0
+        self._said.add(fact)
+        return f"I have to go now. {STOP}" if self._stale >= MAX_STALE else text
+
+    def _identity(self, question: str) -> str:
+        parts = []
+        if _USER_ID.search(question):
+            known = f"My user id is {self._user_id}."
+            parts.append(known if self._user_id else "I don't remember my user id.")
+        if self._name and (not self._user_id or not parts):
+            parts.append(f"My name is {self._name}.")
+        return " ".join(parts) or f"My user id is {self._user_id}."
+
+    def _ask(self, request: Request) -> str:
+        pick = self._rng.choice
+        if request.kind == "create":
+            asked = pick(
+                (
+                    f"Please create a task titled '{request.title}'",
+                    f"I need a new task called '{request.title}'",
+                    f"Could you add a task named '{request.title}'",
+                )
+            )
+            text = asked + (f" for {request.user_id}." if request.user_id else ".")
+            if request.description:
+                text += f" The description is '{request.description}'."
+            return text
+        if request.kind == "update":
+            which = request.task_id or pick(("the new task", "the task you just created"))
+            return pick(
+                (
+                    f"Please mark {which} as {request.status}.",
+                    f"I would like {which} to be {request.status}.",
+                    f"Please change the status of {which} to {request.status}.",
+                )
+            )
+        if request.kind == "delete":
+            which = request.task_id or "all my current tasks"
+            return pick((f"Please delete {which}.", f"I want to delete {which}."))
+        return "Could you pay me a compliment?"
+
+
+def _split(text: str) -> tuple[str, str]:
+    """An agent's questions, and the rest of what it says."""
+    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+    questions = " ".join(s for s in sentences if s.endswith("?"))
+    return questions, " ".join(s for s in sentences if not s.endswith("?"))
+
+
+def make_mock_user(tau2_task: Any, seed: int) -> MockUser:
+    """The scripted user of a mock task."""
+    return MockUser(tau2_task, seed=seed)

@@ -1,0 +1,227 @@
+"""SmolLM2 (arXiv:2502.02737), a Llama with plain RoPE: all of it trainable, or adapters only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+from components.attention.sink_attention import SinkAttention
+from components.models.decoder import ModelConfig, PolicyModel
+from components.models.layers import FeedForward, RMSNorm, Rope
+from components.models.lora import AdapterLinear, adapters, check_lora_modules
+from components.models.paths import model_dir as find_model_dir
+from components.models.weights import load_hf
+
+log = logging.getLogger(__name__)
+
+
+def smollm2(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a SmolLM2, or another Llama with plain RoPE and no biases.
+
+    Args:
+        model_dir: a Hugging Face directory, or a name in the model cache.
+        dtype: of all weights.
+        backend: of the attention: auto, folded, flex or reference.
+        checkpoint_activations: compute each layer again in the backward pass.
+
+    Returns:
+        The model, all of it trainable.
+
+    Raises:
+        FileNotFoundError: if the directory is missing.
+        ValueError: if it holds another architecture, or weights that do not fit.
+    """
+    directory = find_model_dir(model_dir)
+    model = _build(
+        read_config(directory),
+        dtype=dtype,
+        backend=backend,
+        checkpoint_activations=checkpoint_activations,
+    )
+    load_hf(model, directory)
+    return model
+
+
+def lora_smollm2(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_modules: Sequence[str],
+    lora_dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a SmolLM2 with its weights frozen and low-rank adapters to train.
+
+    ``torchtune.modules.peft.disable_adapter(model)`` gives the base model for a while; a fresh
+    adapter (B = 0) changes nothing.
+
+    Args:
+        model_dir: a Hugging Face directory, or a name in the model cache.
+        dtype: of the frozen weights, and of the products.
+        lora_rank: rank of the adapters.
+        lora_alpha: the adapters' output is scaled by lora_alpha / lora_rank.
+        lora_modules: which linears of every layer, among q_proj, k_proj, v_proj, output_proj, w1
+            (gate), w2 (down), w3 (up).
+        lora_dtype: of the adapters' weights; float32 keeps small updates.
+        backend: of the attention: auto, folded, flex or reference.
+        checkpoint_activations: compute each layer again in the backward pass.
+
+    Returns:
+        The model; only the adapters require gradients.
+
+    Raises:
+        FileNotFoundError: if the directory is missing.
+        ValueError: if a name in `lora_modules` matches nothing, the rank or alpha is not positive,
+            or the directory does not fit.
+    """
+    check_lora_modules(lora_modules)
+    if lora_rank < 1:
+        raise ValueError(f"lora_rank must be at least 1, not {lora_rank}")
+    if lora_alpha <= 0:
+        raise ValueError(
+            f"lora_alpha must be above 0, not {lora_alpha}: the adapters would do nothing"
+        )
+    directory = find_model_dir(model_dir)
+    model = _build(
+        read_config(directory),
+        dtype=dtype,
+        backend=backend,
+        checkpoint_activations=checkpoint_activations,
+        lora_modules=lora_modules,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+    )
+    load_hf(model, directory)
+    for module in adapters(model).values():
+        for part in (module.lora_a, module.lora_b):
+            part.to_empty(device="cpu").to(lora_dtype)
+        module.initialize_parameters()
+    trained = get_adapter_params(model)
+    set_trainable_params(model, trained)
+    log.info(
+        "LoRA: %d adapters of rank %d on %s, %.2f M trained parameters",
+        len(adapters(model)),
+        lora_rank,
+        ", ".join(lora_modules),
+        sum(p.numel() for p in trained.values()) / 1e6,
+    )
+    return model
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read config.json of a Llama with plain RoPE.
+
+    Raises:
+        ValueError: naming the setting this builder does not support.
+    """
+    raw: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    checks = {
+        "model_type": (raw.get("model_type"), "llama"),
+        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(raw.get("attention_bias")), False),
+        "mlp_bias": (bool(raw.get("mlp_bias")), False),
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+    }
+    for setting, (value, supported) in checks.items():
+        if value != supported:
+            raise ValueError(
+                f"{directory / 'config.json'}: {setting} is {value!r}; "
+                f"smollm2 builds {supported!r} only"
+            )
+    num_heads = raw["num_attention_heads"]
+    return ModelConfig(
+        num_layers=raw["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+        embed_dim=raw["hidden_size"],
+        ffn_dim=raw["intermediate_size"],
+        vocab_size=raw["vocab_size"],
+        max_positions=raw["max_position_embeddings"],
+        rope_base=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        norm_eps=raw["rms_norm_eps"],
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+    )
+
+
+def _build(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    backend: str,
+    checkpoint_activations: bool,
+    lora_modules: Sequence[str] = (),
+    lora_rank: int = 0,
+    lora_alpha: float = 0.0,
+) -> PolicyModel:
+    """Build the model with its parameters on the meta device: loading fills them in once."""
+    rope = Rope(
+        config.head_dim,
+        max_seq_len=config.max_positions,
+        base=config.rope_base,  # pyright: ignore[reportArgumentType] (a float does as well)
+    )
+
+    def linear(name: str, in_dim: int, out_dim: int) -> nn.Module:
+        if name in lora_modules:
+            return AdapterLinear(in_dim, out_dim, rank=lora_rank, alpha=lora_alpha)
+        return nn.Linear(in_dim, out_dim, bias=False)
+
+    def layer(number: int) -> nn.Module:
+        width, head_dim = config.embed_dim, config.head_dim
+        query_dim, key_dim = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        attention = SinkAttention(
+            layer=number,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=head_dim,
+            q_proj=linear("q_proj", width, query_dim),
+            k_proj=linear("k_proj", width, key_dim),
+            v_proj=linear("v_proj", width, key_dim),
+            output_proj=linear("output_proj", query_dim, width),
+            pos_embeddings=rope,
+            backend=backend,
+        )
+        mlp = FeedForward(
+            gate_proj=linear("w1", width, config.ffn_dim),
+            down_proj=linear("w2", config.ffn_dim, width),
+            up_proj=linear("w3", width, config.ffn_dim),
+        )
+        return TransformerSelfAttentionLayer(
+            attention,  # pyright: ignore[reportArgumentType] (it takes MultiHeadAttention's place)
+            mlp,
+            sa_norm=RMSNorm(width, eps=config.norm_eps),
+            mlp_norm=RMSNorm(width, eps=config.norm_eps),
+        )
+
+    with torch.device("meta"):
+        model = PolicyModel(
+            config,
+            tok_embeddings=nn.Embedding(config.vocab_size, config.embed_dim),
+            layers=[layer(number) for number in range(config.num_layers)],
+            norm=RMSNorm(config.embed_dim, eps=config.norm_eps),
+            output=None
+            if config.tie_word_embeddings
+            else nn.Linear(config.embed_dim, config.vocab_size, bias=False),
+            checkpoint_activations=checkpoint_activations,
+        )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model

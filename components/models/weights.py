@@ -1,0 +1,224 @@
+"""Weights between Hugging Face directories and PolicyModel.
+
+Hugging Face rotates halves of a head in RoPE, torchtune neighbouring pairs, so the rows of q and k
+are permuted on the way in (torchtune's hf_to_tune) and back on the way out (tune_to_hf). Permuting
+copies bits: a round trip is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torchtune.models.convert_weights import _FROM_HF, get_mapped_key, hf_to_tune, tune_to_hf
+
+from components.models.decoder import PolicyModel
+from components.models.lora import adapters, merged_weight
+
+_TO_HF = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
+_LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+# Everything beside the weights that transformers and vLLM read.
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def load_hf(model: PolicyModel, directory: str | Path) -> None:
+    """Fill a model with the weights of a Hugging Face directory, cast to the model's dtypes.
+
+    Adapters are left alone. Parameters on the meta device are put on the CPU.
+
+    Args:
+        model: not sharded.
+        directory: with model.safetensors, or shards and model.safetensors.index.json.
+
+    Raises:
+        FileNotFoundError: if a weight file is missing.
+        ValueError: if tensors are missing, foreign or of another shape; the first few are named.
+    """
+    directory = Path(directory)
+    found = _read(directory)
+    parameters = {k: p for k, p in model.named_parameters() if not _is_adapter(k)}
+    wanted = {_hf_name(name): tuple(p.shape) for name, p in parameters.items()}
+    if (
+        _LM_HEAD in found
+        and _LM_HEAD not in wanted
+        and torch.equal(found[_LM_HEAD], found.get(_EMBEDDINGS, torch.empty(0)))
+    ):
+        del found[_LM_HEAD]  # some writers store the tied head too
+    _check({name: tuple(t.shape) for name, t in found.items()}, wanted, directory)
+    config = model.config
+    converted = hf_to_tune(
+        found,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        dim=config.embed_dim,
+        head_dim=config.head_dim,
+    )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            value = converted[name].to(parameter.dtype)
+            if parameter.is_meta:
+                owner = model.get_submodule(name.rpartition(".")[0])
+                filled = torch.nn.Parameter(value.contiguous(), parameter.requires_grad)
+                setattr(owner, name.rpartition(".")[2], filled)
+            else:
+                parameter.copy_(value)
+
+
+def save_hf(
+    model: PolicyModel,
+    directory: str | Path,
+    source_dir: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a directory that transformers and vLLM load, adapters merged into their base weights.
+
+    All is written into ``<directory>.tmp`` first, synced, then renamed: a killed run leaves either
+    the old directory or the new one under the name.
+
+    Args:
+        model: its weights, unless `state` holds them; not changed.
+        directory: to write; replaced if it is there.
+        source_dir: the Hugging Face directory the model came from: config and tokenizer files.
+        dtype: of the saved tensors; None keeps the base weights' dtype.
+        state: full state dict under the model's names, gathered by the caller if the model is
+            sharded.
+
+    Raises:
+        ValueError: if `directory` is `source_dir`, or `state` does not fit the model.
+    """
+    directory, source_dir = Path(directory), Path(source_dir)
+    if directory.resolve() == source_dir.resolve():
+        raise ValueError(f"cannot save into {directory}: it is the directory the model came from")
+    tensors = hf_state(model, dtype=dtype, state=state)
+    temporary = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
+    temporary.mkdir(parents=True)
+    for name in _COPIED:
+        if (source_dir / name).is_file():
+            shutil.copyfile(source_dir / name, temporary / name)
+    config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+    saved_dtype = str(tensors[_EMBEDDINGS].dtype).removeprefix("torch.")
+    config.pop("dtype", None)
+    config.update(torch_dtype=saved_dtype, tie_word_embeddings=model.config.tie_word_embeddings)
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
+    _publish(temporary, directory)
+
+
+def hf_state(
+    model: PolicyModel,
+    *,
+    dtype: torch.dtype | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The model's weights under Hugging Face's names, adapters merged, contiguous, on the CPU.
+
+    Args and errors as in save_hf.
+    """
+    full = dict(model.state_dict() if state is None else state)
+    base = {name: value.detach() for name, value in full.items() if not _is_adapter(name)}
+    for name, module in adapters(model).items():
+        a, b = full[f"{name}.lora_a.weight"], full[f"{name}.lora_b.weight"]
+        weight = base[f"{name}.weight"]
+        merged = merged_weight(weight, a, b, scale=module.alpha / module.rank)
+        base[f"{name}.weight"] = merged.to(dtype or weight.dtype)
+    config = model.config
+    converted = tune_to_hf(
+        {k: v.to("cpu", dtype or v.dtype) for k, v in base.items()},
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        dim=config.embed_dim,
+        head_dim=config.head_dim,
+    )
+    return {name: value.contiguous() for name, value in converted.items()}
+
+
+def _hf_name(tune_name: str) -> str:
+    return get_mapped_key(tune_name, _TO_HF)
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_a." in name or ".lora_b." in name
+
+
+def _read(directory: Path) -> dict[str, Tensor]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        shards: Iterable[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        shards = ["model.safetensors"]
+    found: dict[str, Tensor] = {}
+    for shard in shards:
+        path = directory / shard
+        if not path.is_file():
+            raise FileNotFoundError(f"{directory} has no {shard}: not a whole model directory")
+        with safe_open(path, framework="pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def _check(found: Mapping[str, Any], wanted: Mapping[str, Any], directory: Path) -> None:
+    missing = [name for name in wanted if name not in found]
+    foreign = [name for name in found if name not in wanted]
+    shapes = [
+        f"{name} {list(found[name])}, the model has {list(wanted[name])}"
+        for name in wanted
+        if name in found and found[name] != wanted[name]
+    ]
+    problems = [
+        _summary("missing", missing),
+        _summary("not in the model", foreign),
+        _summary("of another shape", shapes),
+    ]
+    if any(problems):
+        text = "\n  ".join(filter(None, problems))
+        raise ValueError(f"the weights in {directory} do not fit the model:\n  {text}")
+
+
+def _summary(what: str, names: list[str], *, shown: int = 4) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)} {what}: {'; '.join(names[:shown])}{more}"
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    for path in [*temporary.iterdir(), temporary]:
+        _sync(path)
+    if directory.exists():
+        old = directory.with_name(directory.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(directory, old)
+        os.replace(temporary, directory)
+        shutil.rmtree(old)
+    else:
+        os.replace(temporary, directory)
+    _sync(directory.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

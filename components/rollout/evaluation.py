@@ -1,0 +1,66 @@
+"""What an evaluation reports: the official reward with failures in the denominator, per task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from statistics import fmean
+
+from components.rollout.types import Rollout
+
+
+def pass_hat_k(num_trials: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate that k independent trials all succeed: C(c, k) / C(n, k).
+
+    Source: tau-bench, https://arxiv.org/abs/2406.12045. n=4, c=3, k=2 gives 0.5.
+
+    Raises:
+        ValueError: if k is not in 1 to ``num_trials``.
+    """
+    if not 1 <= k <= num_trials:
+        raise ValueError(f"k = {k}: must be in 1 to num_trials = {num_trials}")
+    return comb(num_correct, k) / comb(num_trials, k)
+
+
+def by_task(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Rollouts of each task, tasks in their order of appearance."""
+    tasks: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        tasks.setdefault(rollout.spec.task_id, []).append(rollout)
+    return tasks
+
+
+def official_reward(rollout: Rollout) -> float:
+    """The official reward; a failed rollout stays in the denominator as 0."""
+    return float(rollout.reward_breakdown.get("official", 0.0)) if rollout.valid else 0.0
+
+
+def evaluation_metrics(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[str, float]:
+    """Metrics of one evaluation of ``num_trials`` rollouts per task.
+
+    Args:
+        rollouts: all of them, failed ones too.
+        num_trials: rollouts planned for each task.
+
+    Returns:
+        ``eval/official_mean`` (mean over tasks and trials), ``eval/strict_mean``,
+        ``eval/pass^k`` for k = 1 and k = ``num_trials``, ``eval/error_frac``, ``eval/turns``,
+        ``eval/tool_calls``.
+    """
+    tasks = by_task(rollouts)
+    correct = [sum(official_reward(r) >= 1.0 - 1e-9 for r in group) for group in tasks.values()]
+    metrics = {
+        "eval/official_mean": fmean(official_reward(r) for r in rollouts),
+        "eval/strict_mean": fmean(
+            r.reward_breakdown.get("strict", 0.0) if r.valid else 0.0 for r in rollouts
+        ),
+        "eval/pass^1": fmean(pass_hat_k(num_trials, c, 1) for c in correct),
+        "eval/error_frac": fmean(not r.valid for r in rollouts),
+        "eval/turns": fmean(r.stats.get("turns", 0) for r in rollouts),
+        "eval/tool_calls": fmean(r.stats.get("tool_calls", 0) for r in rollouts),
+    }
+    if num_trials > 1:
+        metrics[f"eval/pass^{num_trials}"] = fmean(
+            pass_hat_k(num_trials, c, num_trials) for c in correct
+        )
+    return metrics

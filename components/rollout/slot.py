@@ -1,0 +1,224 @@
+"""One worker's place in the pool: starts its process, talks to it, replaces it when it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from typing import Any, Literal
+
+from components.rollout import preload as preloading
+from components.rollout.worker import WORKER_ENV, serve
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Stands in the place of an answer that a worker could not give."""
+
+    status: Literal["error_infra", "error_deadline"]
+    error: str
+
+
+class Slot:
+    """A worker process, or the place of one.
+
+    Args:
+        context: multiprocessing's forkserver context.
+        pickled: what the worker is made of, see ``worker.serve``.
+        preload: entries for the forkserver.
+        start_timeout_s: seconds until a new worker must be ready.
+    """
+
+    def __init__(
+        self,
+        context: ForkServerContext,
+        pickled: bytes,
+        *,
+        preload: tuple[str, ...],
+        start_timeout_s: float,
+    ) -> None:
+        self._context = context
+        self._pickled = pickled
+        self._preload = preload
+        self._start_timeout_s = start_timeout_s
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._ready = False
+        self._reply: Any = None
+        self._deadline = 0.0
+        self._timeout_s = 0.0
+        self.idle = True
+        """No episode or call is under way."""
+        self.answered = False
+        """An answer waits in ``take_reply``."""
+
+    def start(self) -> None:
+        """Start the process; it gets ready while the caller goes on."""
+        self._connection, child = self._context.Pipe()
+        self._process = self._context.Process(
+            target=serve, args=(child, self._pickled, self._preload), daemon=True
+        )
+        variables = WORKER_ENV | {
+            # The forkserver takes neither our sys.path nor function calls in any other way.
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            preloading.VARIABLE: " ".join(self._preload),
+        }
+        with _hidden_main(), _environment(variables):
+            self._process.start()
+        child.close()  # so that the end of the process closes the pipe
+        self._ready = False
+
+    def send(self, order: tuple[Any, ...], *, timeout_s: float) -> None:
+        """Send an order, to a new process where the old one is gone.
+
+        Raises:
+            ValueError: the worker refused its configuration.
+            RuntimeError: the worker could not be started.
+        """
+        if self.idle:
+            self._make_ready()
+        assert self._connection is not None
+        self.idle = False
+        self.answered = False
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            self._connection.send(order)
+        except OSError:
+            self._lost()
+
+    def take_reply(self) -> Any:
+        """The answer, once: a value, or a :class:`Failure`."""
+        assert self.answered
+        self.answered = False
+        reply, self._reply = self._reply, None
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def kill(self, *, grace_s: float = 0.0) -> int | None:
+        """End the process at once, or after a while in which it may end itself; its exit code."""
+        process, self._process = self._process, None
+        self.idle = True
+        self.answered = False
+        self.hang_up()
+        if process is None:
+            return None
+        if grace_s > 0:
+            process.join(grace_s)
+        if process.is_alive():
+            process.kill()
+        process.join(10.0)
+        code = process.exitcode
+        if code is not None:
+            process.close()
+        return code
+
+    def hang_up(self) -> None:
+        """Close the pipe: an idle worker then ends itself."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _make_ready(self) -> None:
+        if self._process is not None and not self._process.is_alive():
+            self.kill()
+        if self._process is None:
+            self.start()
+        if self._ready:
+            return
+        assert self._connection is not None
+        if not self._connection.poll(self._start_timeout_s):
+            self.kill()
+            raise RuntimeError(
+                f"a worker was not ready within start_timeout_s={self._start_timeout_s}"
+            )
+        try:
+            kind, value = self._connection.recv()
+        except (EOFError, OSError):
+            kind, value = "failed", f"it ended with exit code {self.kill()}"
+        if kind == "ready":
+            self._ready = True
+            if value:
+                _log.info("the forkserver has not preloaded %s; workers do it", ", ".join(value))
+            return
+        self.kill()
+        raise ValueError(value) if kind == "refused" else RuntimeError(f"worker start: {value}")
+
+    def _receive(self) -> None:
+        assert self._connection is not None
+        try:
+            kind, value = self._connection.recv()
+        except (EOFError, OSError):
+            self._lost()
+            return
+        self.idle = kind != "request"
+        self.answered = True
+        if kind == "failed":
+            self._reply = Failure(status="error_infra", error=value)
+        elif kind == "refused":
+            self._reply = ValueError(value)
+        else:
+            self._reply = value
+
+    def _lost(self) -> None:
+        code = self.kill()
+        self.answered = True
+        self._reply = Failure(status="error_infra", error=f"the worker died, exit code {code}")
+
+    def _expire(self) -> None:
+        self.kill()
+        self.answered = True
+        self._reply = Failure(
+            status="error_deadline", error=f"no answer within {self._timeout_s} s"
+        )
+
+    @staticmethod
+    def gather(slots: Iterable[Slot], *, first_only: bool = False) -> None:
+        """Wait until every slot (or at least one) has answered, or run past its deadline."""
+        slots = list(slots)
+        while True:
+            pending = {slot._connection: slot for slot in slots if not slot.answered}
+            if not pending or (first_only and len(pending) < len(slots)):
+                return
+            left = min(slot._deadline for slot in pending.values()) - time.monotonic()
+            for connection in wait(list(pending), max(0.0, left)):  # type: ignore[arg-type]
+                pending.pop(connection)._receive()  # type: ignore[arg-type]
+            for slot in pending.values():
+                if time.monotonic() >= slot._deadline:
+                    slot._expire()
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the caller's main module, torch and all, in workers."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that a forkserver started inside inherits."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

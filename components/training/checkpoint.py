@@ -1,0 +1,234 @@
+"""Checkpoints that are whole or absent.
+
+``step_N/`` is a directory that transformers and vLLM load. ``step_N/resume/`` holds what a resumed
+run needs beyond that: fp32 trainable weights, the optimizer's state, the reference policy and a
+JSON state. It is written under another name, flushed, and renamed into place, so a run killed while
+saving finds the step before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.training.parallelize import World, full_tensor, shard_like
+from components.training.run_dir import remove_tree, write_text
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeState:
+    """What a run needs to go on as if it had never stopped."""
+
+    weights: dict[str, Tensor]
+    """fp32 trainable weights by name."""
+    optimizer: dict[str, Any]
+    """``optimizer.state_dict()`` with whole tensors."""
+    reference: dict[str, Tensor]
+    """The reference policy's weights; empty without one."""
+    state: dict[str, Any]
+    """JSON: step, loader state, lr schedule, and what the recipe adds."""
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with every sharded tensor made whole. Collective."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return full_tensor(value).detach().cpu()
+        if isinstance(value, Mapping):
+            return {k: whole(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [whole(v) for v in value]
+        return value
+
+    return whole(optimizer.state_dict())
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restore an optimizer, sharding its tensors as its parameters are sharded."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = {
+        index: {key: _like(params[int(index)], value) for key, value in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
+
+
+def load_weights(params: Iterable[tuple[str, nn.Parameter]], weights: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into (possibly sharded) parameters.
+
+    Raises:
+        ValueError: if names or shapes differ.
+    """
+    named = dict(params)
+    if named.keys() != weights.keys():
+        odd = sorted(named.keys() ^ weights.keys())
+        raise ValueError(
+            f"checkpoint: {len(odd)} trainable tensors differ from the model's (another model, or "
+            f"other lora_modules?): {', '.join(odd[:5])}"
+        )
+    with torch.no_grad():
+        for name, param in named.items():
+            if param.shape != weights[name].shape:
+                raise ValueError(
+                    f"checkpoint: {name} is {tuple(weights[name].shape)}, the model's is "
+                    f"{tuple(param.shape)}"
+                )
+            param.copy_(shard_like(param, weights[name]))
+
+
+def _like(param: nn.Parameter, value: Any) -> Any:
+    """An optimizer's tensor laid out like its parameter; scalars and counters as they are."""
+    if isinstance(value, Tensor) and value.shape == param.shape:
+        return shard_like(param, value)
+    return value
+
+
+def save(
+    output_dir: Path,
+    step: int,
+    resume: ResumeState,
+    *,
+    save_model: Callable[[Path], None],
+    world: World,
+    keep_resume_states: int = 1,
+) -> Path:
+    """Write ``step_N`` on the main rank; the others wait.
+
+    Args:
+        output_dir: the run's directory.
+        step: number of finished steps.
+        resume: what a resumed run needs (gathered by the caller on every rank).
+        save_model: writes a Hugging Face directory at the path it is given.
+        world: this process among its peers.
+        keep_resume_states: how many of the newest checkpoints keep their resume state; older ones
+            keep the model only. 0 keeps all.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        OSError: if it cannot be written (disk full...); what was written is removed, and the
+            checkpoints before it are as they were.
+    """
+    target = output_dir / f"step_{step}"
+    failure: list[str] = []
+    if world.is_main:
+        try:
+            _write(target, resume, save_model)
+            _drop_old_resume_states(output_dir, keep_resume_states)
+        except OSError as error:
+            if world.size == 1:
+                raise
+            failure = [str(error)]
+    failures = world.gather(failure)
+    if failures:
+        raise OSError(f"rank 0 could not write {target}: {failures[0]}")
+    return target
+
+
+def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]) -> None:
+    from safetensors.torch import save_file
+
+    temporary = target.with_name(target.name + ".tmp")
+    remove_tree(temporary)
+    try:
+        save_model(temporary)
+        folder = temporary / "resume"
+        folder.mkdir()
+        save_file(_contiguous(resume.weights), folder / "weights.safetensors")
+        if resume.reference:
+            save_file(_contiguous(resume.reference), folder / "reference.safetensors")
+        torch.save(resume.optimizer, folder / "optimizer.pt")
+        write_text(folder / "state.json", json.dumps(resume.state, indent=2) + "\n")
+        files = sorted(p for p in temporary.rglob("*") if p.is_file())
+        sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in files}
+        for path in files:
+            _flush(path)
+        write_text(temporary / MANIFEST, json.dumps(sizes, indent=2) + "\n")
+        _flush(temporary)
+        remove_tree(target)
+        temporary.rename(target)
+        _flush(target.parent)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _steps(output_dir: Path) -> list[tuple[int, Path]]:
+    found = []
+    for path in output_dir.glob("step_*"):
+        match = re.fullmatch(r"step_(\d+)", path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found, reverse=True)
+
+
+def _drop_old_resume_states(output_dir: Path, keep: int) -> None:
+    if keep <= 0:
+        return
+    for _, path in _steps(output_dir)[keep:]:
+        if (path / "resume").exists():
+            # The manifest goes first: without it the directory is no longer one to resume from.
+            (path / MANIFEST).unlink(missing_ok=True)
+            remove_tree(path / "resume")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every file that the checkpoint's manifest lists is there at full size."""
+    manifest = path / MANIFEST
+    if not manifest.exists():
+        return False
+    sizes = json.loads(manifest.read_text())
+    return all((path / n).is_file() and (path / n).stat().st_size == s for n, s in sizes.items())
+
+
+def last_whole(output_dir: Path) -> Path | None:
+    """The newest checkpoint that is whole; newer torn ones are named in the log."""
+    for leftover in output_dir.glob("step_*.tmp"):
+        logger.warning("%s was being written when the run stopped: ignored", leftover.name)
+    for _, path in _steps(output_dir):
+        if is_whole(path):
+            return path
+        if (path / "resume").exists():
+            logger.warning("%s is not whole: ignored", path.name)
+    return None
+
+
+def load(path: Path) -> ResumeState:
+    """Read the resume state of a whole checkpoint."""
+    from safetensors.torch import load_file
+
+    folder = path / "resume"
+    reference = folder / "reference.safetensors"
+    return ResumeState(
+        weights=load_file(folder / "weights.safetensors"),
+        optimizer=torch.load(folder / "optimizer.pt", weights_only=True),
+        reference=load_file(reference) if reference.exists() else {},
+        state=json.loads((folder / "state.json").read_text()),
+    )

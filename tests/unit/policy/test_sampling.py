@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from components.policy.sampling import sample, uniforms
+
+
+def test_oracle_value():
+    """logits [2, 0] at temperature 0.5: ln(1 / (1 + e^-4))."""
+    tokens, logprobs = sample(torch.tensor([[2.0, 0.0]]), temperatures=[0.5], draws=[0.3])
+    assert tokens == [0]
+    assert logprobs[0] == pytest.approx(-math.log1p(math.exp(-4.0)), abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [5, 256, 700])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_drawn_distribution_is_the_reported_one(size, temperature):
+    """A grid of draws inverts the cumulative distribution: shares differ by at most a grid step."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(size)
+    grid = 20_000
+    draws = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid).tolist()
+    tokens, logprobs = [], []
+    for start in range(0, grid, 2000):
+        chunk = draws[start : start + 2000]
+        t, p = sample(
+            logits.expand(len(chunk), -1), temperatures=[temperature] * len(chunk), draws=chunk
+        )
+        tokens += t
+        logprobs += p
+    expected = torch.softmax(logits.double() / temperature, -1)
+    shares = torch.bincount(torch.tensor(tokens), minlength=size).double() / grid
+    assert (shares - expected).abs().max() < 1.5 / grid
+    assert torch.tensor(logprobs).exp().double().sub(expected[tokens]).abs().max() < 1e-6
+
+
+def test_uniform_draws_depend_on_the_seed_alone():
+    assert uniforms(5, 40)[:7] == uniforms(5, 7)
+    assert uniforms(5, 7) != uniforms(6, 7)
+    numbers = torch.tensor(uniforms(0, 20_000), dtype=torch.float64)
+    assert 0 <= numbers.min() < 1e-3
+    assert 1 - 1e-3 < numbers.max() < 1
+    assert numbers.mean() == pytest.approx(0.5, abs=5 / math.sqrt(12 * 20_000))
+
+
+@pytest.mark.parametrize("size", [3, 256, 300, 512])
+@pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-53])
+def test_a_token_of_probability_zero_is_never_drawn(size, draw):
+    for only in (0, size // 2, size - 1):
+        logits = torch.full((1, size), -1e4)
+        logits[0, only] = 3.0
+        assert sample(logits, temperatures=[1.0], draws=[draw]) == ([only], [0.0])
+
+
+def test_rows_have_their_own_temperature_and_greedy_reports_temperature_1():
+    logits = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
+    tokens, logprobs = sample(logits, temperatures=[0.0, 2.0], draws=[0.99, 0.99])
+    assert tokens == [1, 2]  # the lowest among equals; the top of the distribution
+    assert logprobs[0] == pytest.approx(float(logits[0].log_softmax(-1)[1]))
+    assert logprobs[1] == pytest.approx(float((logits[1] / 2).log_softmax(-1)[2]))
+    assert all(p <= 0.0 for p in logprobs)

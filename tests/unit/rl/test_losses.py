@@ -1,0 +1,259 @@
+import math
+
+import pytest
+import torch
+
+from components.rl.losses import (
+    GRPOLoss,
+    mismatch,
+    sft_loss,
+    truncated_importance_weights,
+)
+
+F64 = torch.float64
+
+
+def _leaf(values):
+    return torch.tensor(values, dtype=F64, requires_grad=True)
+
+
+def _const(values):
+    return torch.tensor(values, dtype=F64)
+
+
+def _grpo(loss, logprobs, old, advantages, **kwargs):
+    kwargs.setdefault("denominator", len(logprobs))
+    return loss(logprobs, old_logprobs=_const(old), advantages=_const(advantages), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "advantage", "term", "gradient"),
+    [
+        (0.5, 0.9, 1.0, -1.2, 0.0),  # clipped above
+        (0.5, 0.9, -1.0, 1.8, 1.8),  # a bad token that became likelier is never let off
+        (0.5, 0.1, 1.0, -0.2, -0.2),  # a good token that became rarer is never let off
+        (0.5, 0.1, -1.0, 0.8, 0.0),  # clipped below
+        (0.5, 0.55, 1.0, -1.1, -1.1),  # inside
+        (0.5, 0.5, 2.0, -2.0, -2.0),  # ratio 1
+        (0.5, 0.9, 0.0, 0.0, 0.0),
+    ],
+)
+def test_clip_by_hand(old, new, advantage, term, gradient):
+    logprobs = _leaf([math.log(new)])
+    out = _grpo(GRPOLoss(), logprobs, [math.log(old)], [advantage])
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(term, abs=1e-12)
+    assert float(logprobs.grad) == pytest.approx(gradient, abs=1e-12)
+    assert float(out.ratio_sum) == pytest.approx(new / old)
+    assert int(out.num_clipped_high) == (advantage > 0 and new / old > 1.2)
+    assert int(out.num_clipped_low) == (advantage < 0 and new / old < 0.8)
+
+
+def test_clip_sides_are_separate():
+    logprobs = _leaf([math.log(1.25), math.log(0.75)])
+    out = _grpo(GRPOLoss(eps_low=0.2, eps_high=0.28), logprobs, [0.0, 0.0], [1.0, -1.0])
+    # 1.25 is inside 1.28; 0.75 is clipped to 0.8
+    assert float(out.policy_sum) == pytest.approx(-1.25 + 0.8)
+    assert (int(out.num_clipped_low), int(out.num_clipped_high)) == (1, 0)
+
+
+def test_one_update_without_staleness_is_policy_gradient():
+    logprobs = _leaf([-1.0, -2.0, -0.5])
+    out = _grpo(GRPOLoss(), logprobs, logprobs.tolist(), [1.0, -1.0, 0.5])
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-0.5 / 3)
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 3, 1 / 3, -0.5 / 3])
+
+
+@pytest.mark.parametrize(
+    "splits", [[[0, 1, 2, 3]], [[0], [1, 2, 3]], [[0, 1], [2, 3]], [[], [3], [0, 1, 2]]]
+)
+def test_global_denominator(splits):
+    # Fault 14: losses {4} and {0, 0, 0}: 1.0 for every split; a mean of means is 2.0.
+    advantages = [-4.0, 0.0, 0.0, 0.0]
+    logprobs = _leaf([-1.0] * 4)
+    total = 0.0
+    for part in splits:
+        old = [-1.0] * len(part)
+        out = _grpo(GRPOLoss(), logprobs[part], old, [advantages[i] for i in part], denominator=4)
+        out.loss.backward()
+        total += float(out.loss.detach())
+    assert total == pytest.approx(1.0)
+    assert logprobs.grad.tolist() == pytest.approx([1.0, 0.0, 0.0, 0.0])
+
+
+def test_masked_tokens_are_not_in_the_denominator():
+    # Two rows of four tokens with loss 1 each, one row masked: 1.0, not 0.5.
+    logprobs = _leaf([-1.0] * 4)
+    out = _grpo(GRPOLoss(), logprobs, [-1.0] * 4, [-1.0] * 4, denominator=4)
+    assert out.loss.item() == pytest.approx(1.0)
+
+
+def test_stale_data_is_clipped():
+    # Fault 15: a second update on old data. logp - logp.detach() would give gradient -1.
+    logprobs = _leaf([math.log(0.9)])
+    _grpo(GRPOLoss(), logprobs, [math.log(0.5)], [1.0]).loss.backward()
+    assert float(logprobs.grad) == 0.0
+
+
+# p = .5, reference .25: d = ln 2. Values by hand; the gradients are those of the estimators.
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient", "gradient_at_reference"),
+    [
+        ("k1", math.log(2), 1.0, 1.0),
+        ("k2", math.log(2) ** 2 / 2, math.log(2), 0.0),
+        ("k3", 0.5 - 1 + math.log(2), 1 - 0.5, 0.0),
+    ],
+)
+def test_kl_by_hand(estimator, value, gradient, gradient_at_reference):
+    logprobs = _leaf([math.log(0.5), math.log(0.3)])
+    ref = _const([math.log(0.25), math.log(0.3)])
+    loss = GRPOLoss(beta=0.1, kl_estimator=estimator)
+    out = _grpo(loss, logprobs, [0.0, 0.0], [0.0, 0.0], ref_logprobs=ref, denominator=4)
+    out.loss.backward()
+    assert float(out.kl_sum) == pytest.approx(value)
+    assert out.loss.item() == pytest.approx(0.1 * value / 4)
+    expected = [0.1 * gradient / 4, 0.1 * gradient_at_reference / 4]
+    assert logprobs.grad.tolist() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_estimators_are_unbiased(estimator):
+    """Summed over all tokens under p, the estimate is KL(p || ref)."""
+    p, q = _const([0.5, 0.3, 0.2]), _const([0.2, 0.2, 0.6])
+    loss = GRPOLoss(kl_estimator=estimator)
+    estimate = 0.0
+    for i in range(3):
+        out = _grpo(loss, p[i : i + 1].log(), [0.0], [0.0], ref_logprobs=q[i : i + 1].log())
+        estimate += float(p[i] * out.kl_sum)
+    assert estimate == pytest.approx(float((p * (p / q).log()).sum()))
+
+
+def test_kl_is_zero_at_the_reference():
+    logprobs = _leaf([-0.3, -2.0])
+    loss = GRPOLoss(beta=1.0)
+    out = _grpo(loss, logprobs, [-0.3, -2.0], [0.0, 0.0], ref_logprobs=logprobs.detach().clone())
+    out.loss.backward()
+    assert float(out.kl_sum) == 0.0
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+
+
+def test_dropped_group_has_no_gradient_even_with_kl():
+    """Fault 18: equal rewards drop the group, so none of its tokens reaches the loss."""
+    loss = GRPOLoss(beta=1.0)
+    logprobs = _leaf([])
+    out = _grpo(loss, logprobs, [], [], ref_logprobs=_const([]), denominator=1)
+    assert out.loss.item() == 0.0
+    assert out.num_tokens == 0
+
+
+def test_without_tokens_backward_still_runs():
+    hidden = torch.ones(3, requires_grad=True)
+    out = GRPOLoss()(
+        hidden[:0], old_logprobs=torch.empty(0), advantages=torch.empty(0), denominator=5
+    )
+    out.loss.backward()
+    assert hidden.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_reference_only_reports_with_beta_zero():
+    logprobs = _leaf([math.log(0.5)])
+    out = _grpo(GRPOLoss(), logprobs, [math.log(0.5)], [1.0], ref_logprobs=_const([math.log(0.25)]))
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-1.0)
+    assert float(out.kl_sum) == pytest.approx(math.log(2) - 0.5)
+    assert float(logprobs.grad) == pytest.approx(-1.0)
+
+
+def test_importance_weights_scale_the_policy_term_only():
+    logprobs = _leaf([math.log(0.5)])
+    ref = _const([math.log(0.25)])
+    loss = GRPOLoss(beta=1.0)
+    out = _grpo(loss, logprobs, [math.log(0.5)], [1.0], ref_logprobs=ref, is_weights=_const([0.5]))
+    assert float(out.policy_sum) == pytest.approx(-0.5)
+    assert float(out.kl_sum) == pytest.approx(math.log(2) - 0.5)
+
+
+def test_truncated_importance_weights():
+    trainer = _leaf([math.log(0.9), math.log(0.2), math.log(0.4)])
+    generator = _const([math.log(0.3), math.log(0.4), math.log(0.4)])
+    weights = truncated_importance_weights(trainer, generator, cap=2.0)
+    assert weights.tolist() == pytest.approx([2.0, 0.5, 1.0])
+    assert not weights.requires_grad
+
+
+def test_importance_weight_of_an_impossible_token_is_the_cap():
+    # exp(800) overflows if the cap comes after it
+    weights = truncated_importance_weights(_const([-1.0]), _const([-801.0]), cap=2.0)
+    assert weights.tolist() == pytest.approx([2.0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_logprobs_must_be_finite(bad):
+    good = _const([-1.0, -1.0])
+    with pytest.raises(FloatingPointError, match=r"generator_logprobs: 1 of 2 .* at token 1"):
+        truncated_importance_weights(good, _const([-1.0, bad]), cap=2.0)
+    with pytest.raises(FloatingPointError, match="trainer_logprobs"):
+        truncated_importance_weights(_const([bad, -1.0]), good, cap=2.0)
+
+
+def test_sft_loss():
+    logprobs = _leaf([-1.0, -2.0])
+    loss = sft_loss(logprobs, denominator=6)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5)
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 6, -1 / 6])
+
+
+def test_mismatch():
+    # generator .5, trainer .25: r = trainer / generator = .5, k3 = r - 1 - ln r
+    result = mismatch(_leaf([math.log(0.25), -1.0]), _const([math.log(0.5), -1.0]))
+    assert result.kl == pytest.approx((0.5 - 1 + math.log(2)) / 2)
+    assert result.logprob_diff_max == pytest.approx(math.log(2))
+    assert result.num_tokens == 2
+    empty = mismatch(torch.empty(0), torch.empty(0))
+    assert (empty.kl, empty.logprob_diff_max, empty.num_tokens) == (0.0, 0.0, 0)
+
+
+def test_mismatch_estimates_kl_from_generator_to_trainer():
+    generator, trainer = _const([0.5, 0.3, 0.2]), _const([0.2, 0.2, 0.6])
+    estimate = sum(
+        float(generator[i]) * mismatch(trainer[i : i + 1].log(), generator[i : i + 1].log()).kl
+        for i in range(3)
+    )
+    assert estimate == pytest.approx(float((generator * (generator / trainer).log()).sum()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"eps_low": 1.0}, "eps_low"),
+        ({"eps_low": -0.1}, "eps_low"),
+        ({"eps_high": -0.1}, "eps_high"),
+        ({"eps_high": math.nan}, "eps_high"),
+        ({"beta": -1.0}, "beta"),
+        ({"beta": math.inf}, "beta"),
+        ({"kl_estimator": "k4"}, "k4.*k1.*k2.*k3"),
+    ],
+)
+def test_settings_are_checked(settings, name):
+    with pytest.raises(ValueError, match=name):
+        GRPOLoss(**settings)
+
+
+def test_inputs_are_checked():
+    logprobs = _leaf([-1.0, -1.0])
+    with pytest.raises(ValueError, match=r"beta = 0\.1: needs ref_logprobs"):
+        _grpo(GRPOLoss(beta=0.1), logprobs, [-1.0, -1.0], [1.0, 1.0])
+    with pytest.raises(ValueError, match="denominator = 0"):
+        _grpo(GRPOLoss(), logprobs, [-1.0, -1.0], [1.0, 1.0], denominator=0)
+    with pytest.raises(ValueError, match="denominator = nan"):
+        sft_loss(logprobs, denominator=math.nan)
+    with pytest.raises(ValueError, match="advantages"):
+        _grpo(GRPOLoss(), logprobs, [-1.0, -1.0], [1.0])
+    with pytest.raises(ValueError, match="old_logprobs carries a gradient"):
+        GRPOLoss()(logprobs, old_logprobs=logprobs, advantages=_const([1.0, 1.0]), denominator=2)
+    with pytest.raises(ValueError, match="cap"):
+        truncated_importance_weights(_const([-1.0]), _const([-1.0]), cap=0.0)
+    with pytest.raises(ValueError, match="same shape"):
+        mismatch(_const([-1.0]), _const([-1.0, -2.0]))
