@@ -19,12 +19,11 @@ from tqdm import tqdm
 
 from components.envs.rewards import baseline
 from components.models.paths import model_dir
-from components.rollout.agent_loop import Limits
 from components.rollout.evaluation import by_task, evaluation_metrics, official_reward
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.types import Rollout
-from components.rollout.workers import WorkerPool
+from components.rollout.workers import WorkerPool, worker_pool
 from components.training import run_dir
 from components.training.config import (
     Component,
@@ -34,6 +33,7 @@ from components.training.config import (
     ListOf,
     OneOf,
     Str,
+    as_dict,
     as_partial,
     instantiate,
     parse,
@@ -79,19 +79,10 @@ class EvalAgentic:
         self.dataset = instantiate(cfg.dataset)
         self.output_dir = run_dir.claim(cfg.output_dir, resume=False, recipe="eval_agentic")
         run_dir.describe(self.output_dir, OmegaConf.to_yaml(cfg, resolve=True))
-        self.pool = WorkerPool(
+        self.pool = worker_pool(
             make_env=as_partial(cfg.env),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(source_dir)),
-            limits=Limits(
-                max_turns=cfg.rollout.max_turns,
-                max_turn_tokens=cfg.rollout.max_turn_tokens,
-                max_tokens=cfg.rollout.max_tokens,
-                max_refused=cfg.rollout.max_refused,
-            ),
-            temperature=cfg.rollout.temperature,
-            num_workers=cfg.rollout.num_workers,
-            env_timeout_s=cfg.rollout.env_timeout_s,
-            preload=tuple(cfg.rollout.preload),
+            **as_dict(cfg.rollout),
         )
         device = cfg.device
         if device == "auto":

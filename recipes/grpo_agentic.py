@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,13 +33,12 @@ from components.rl.advantages import group_advantages
 from components.rl.forward import packed_logprobs
 from components.rl.losses import mismatch, truncated_importance_weights
 from components.rl.packing import PackedBatch, PackItem, empty_batch, pack, pack_stats
-from components.rollout.agent_loop import Limits
 from components.rollout.evaluation import evaluation_metrics
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
-from components.rollout.stats import rollout_metrics
+from components.rollout.stats import by_group, rollout_metrics
 from components.rollout.types import Rollout
-from components.rollout.workers import WorkerPool
+from components.rollout.workers import WorkerPool, worker_pool
 from components.training import checkpoint, run_dir
 from components.training.config import (
     Bool,
@@ -50,6 +50,7 @@ from components.training.config import (
     OneOf,
     Section,
     Str,
+    as_dict,
     as_partial,
     instantiate,
     parse,
@@ -63,10 +64,13 @@ from components.training.parallelize import (
     refresh,
     shard,
 )
+from components.training.plot import plot_run
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from components.training.stop import StopRequested, StopSignal
-from components.training.warm_start import warm_start
+from components.training.supervised import SupervisedSettings
+from components.training.update import UpdateTotals, check_finite, logprob_gain
+from components.training.warm_start import demonstrate_tasks, warm_start
 
 SCHEMA = {
     "output_dir": Str(),
@@ -104,6 +108,7 @@ SCHEMA = {
     "importance_cap": Float(min=1, default=None),
     "optimizer": Component(positional=1),
     "max_grad_norm": Float(gt=0),
+    "probe_update": Bool(default=True),
     "warm_start": {
         "num_steps": Int(min=0),
         "num_demonstrations": Int(min=1),
@@ -163,6 +168,8 @@ class GRPOAgentic:
         self.step = 0
         self.saved_step = -1
         self.pool: WorkerPool | None = None
+        self.metrics: MetricsLog | None = None
+        self.recorder: Recorder | None = None
 
     # ---- setup -------------------------------------------------------------------------------
 
@@ -174,20 +181,13 @@ class GRPOAgentic:
         self.dataset = instantiate(cfg.dataset)
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
         self.loss = instantiate(cfg.loss)
-        self.output_dir = self._claim_output_dir()
-        self.pool = WorkerPool(
+        self.output_dir = run_dir.claim_together(
+            cfg.output_dir, self.world, resume=cfg.resume, recipe="grpo_agentic"
+        )
+        self.pool = worker_pool(
             make_env=as_partial(cfg.env, checker=instantiate(cfg.checker)),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(self.source_dir)),
-            limits=Limits(
-                max_turns=cfg.rollout.max_turns,
-                max_turn_tokens=cfg.rollout.max_turn_tokens,
-                max_tokens=cfg.rollout.max_tokens,
-                max_refused=cfg.rollout.max_refused,
-            ),
-            temperature=cfg.rollout.temperature,
-            num_workers=cfg.rollout.num_workers,
-            env_timeout_s=cfg.rollout.env_timeout_s,
-            preload=tuple(cfg.rollout.preload),
+            **as_dict(cfg.rollout, without=["group_size"]),
         )
         self._build_model()
         self.loader = task_loader(self.dataset, tasks_per_step=cfg.tasks_per_step, seed=cfg.seed)
@@ -199,28 +199,12 @@ class GRPOAgentic:
         if found is not None:
             self._load(found)
         self._sync_engine()
-        self.metrics = self.recorder = None
         kept = -1 if found is None else self.step
         if self.world.is_main:
             self.metrics = MetricsLog(
                 self.output_dir, resume_step=kept, tensorboard=cfg.tensorboard
             )
             self.recorder = Recorder(self.output_dir / "rollouts.jsonl", resume_step=kept)
-
-    def _claim_output_dir(self) -> Path:
-        """The main rank claims the directory; a refusal reaches every rank."""
-        refusal = []
-        path = Path(self.cfg.output_dir).expanduser().absolute()
-        if self.world.is_main:
-            try:
-                path = run_dir.claim(path, resume=self.cfg.resume, recipe="grpo_agentic")
-                run_dir.describe(path, OmegaConf.to_yaml(self.cfg, resolve=True))
-            except ValueError as error:
-                refusal = [str(error)]
-        refusals = self.world.gather(refusal)
-        if refusals:
-            raise ValueError(refusals[0])
-        return path
 
     def _build_model(self) -> None:
         """The policy, its fp32 master weights, and the engine that samples from it.
@@ -253,30 +237,34 @@ class GRPOAgentic:
 
     def _warm_start(self) -> None:
         """Supervised steps on demonstrations of training tasks, or their cached result."""
-        cfg = self.cfg
-        if cfg.warm_start.num_steps == 0:
-            return
+        cfg, settings = self.cfg, self.cfg.warm_start
         assert self.pool is not None
+        if settings.num_steps == 0:
+            return
+        depends_on = as_dict(OmegaConf.masked_copy(cfg, [*WARM_START_KEYS]))
         warm_start(
             self.model,
             self.masters,
-            instantiate(cfg.warm_start.optimizer, self.masters.parameters()),
-            pool=self.pool,
-            make_oracle=as_partial(cfg.warm_start.oracle),
-            tasks=self.dataset.tasks,
-            num_steps=cfg.warm_start.num_steps,
-            num_demonstrations=cfg.warm_start.num_demonstrations,
-            demonstrations_per_step=cfg.warm_start.demonstrations_per_step,
-            max_tokens=cfg.warm_start.max_tokens,
-            tokens_per_batch=cfg.tokens_per_batch,
-            chunk_size=cfg.logprob_chunk,
-            max_grad_norm=cfg.max_grad_norm,
-            seed=cfg.seed,
-            cache_key=OmegaConf.to_container(
-                OmegaConf.masked_copy(cfg, [*WARM_START_KEYS]), resolve=True
-            )
-            if cfg.warm_start.use_cache
-            else None,
+            instantiate(settings.optimizer, self.masters.parameters()),
+            demonstrate=partial(
+                demonstrate_tasks,
+                self.pool,
+                self.dataset.tasks,
+                make_oracle=as_partial(settings.oracle),
+                num_demonstrations=settings.num_demonstrations,
+                max_tokens=settings.max_tokens,
+                seed=cfg.seed,
+                world=self.world,
+            ),
+            settings=SupervisedSettings(
+                num_steps=settings.num_steps,
+                demonstrations_per_step=settings.demonstrations_per_step,
+                tokens_per_batch=cfg.tokens_per_batch,
+                logprob_chunk=cfg.logprob_chunk,
+                max_grad_norm=cfg.max_grad_norm,
+                seed=cfg.seed,
+            ),
+            cache_key=depends_on if settings.use_cache else None,
             world=self.world,
             check_stop=self.stop.check,
             say=self._say,
@@ -324,21 +312,17 @@ class GRPOAgentic:
             rollouts = self._play(
                 tasks, cfg.rollout.group_size, f"train/{self.step + 1}", cfg.rollout.temperature
             )
-        groups: dict[int, list[Rollout]] = {}
-        for rollout in rollouts:
-            groups.setdefault(rollout.spec.group, []).append(rollout)
+        groups = by_group(rollouts)
         advantages = group_advantages(
-            [[r.reward for r in group] for group in groups.values()],
+            [[r.reward for r in group] for group in groups],
             normalize_std=cfg.advantages.normalize_std,
             eps=cfg.advantages.eps,
         )
         items = [
-            PackItem(tokens=r.tokens, advantage=a, key=r.spec.rollout_id)
-            for group, row, kept in zip(
-                groups.values(), advantages.values, advantages.kept, strict=True
-            )
-            for r, a in zip(group, row, strict=True)
-            if kept and a is not None
+            PackItem(tokens=rollout.tokens, advantage=advantage, key=rollout.spec.rollout_id)
+            for group, row, kept in zip(groups, advantages.values, advantages.kept, strict=True)
+            for rollout, advantage in zip(group, row, strict=True)
+            if kept and advantage is not None
         ]
         update = self._update(items, timer)
         self.step += 1
@@ -418,16 +402,14 @@ class GRPOAgentic:
             return metrics
         batches = [batch.to(world.device) for batch in batches]
         plans = [MaskPlan.from_tree(batch.tree) for batch in batches]
-        sums: dict[str, float] = {}
-        worst = 0.0
-        first_logprobs: torch.Tensor | None = None
+        totals = UpdateTotals()
+        old_logprobs = []
         with timer("update"):
             for batch, plan in zip(batches, plans, strict=True):
                 self._stop_together()
                 reference = self._reference_logprobs(batch, plan)
                 logprobs, entropy = self._logprobs(batch, plan)
                 old = logprobs.detach()
-                first_logprobs = old if first_logprobs is None else first_logprobs
                 weights = None
                 if cfg.importance_cap is not None:
                     weights = truncated_importance_weights(
@@ -443,35 +425,20 @@ class GRPOAgentic:
                 )
                 # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
                 (out.loss * world.size).backward()
-                gap = mismatch(old, batch.generator_logprobs)
-                worst = max(worst, gap.logprob_diff_max)
-                for name, value in (
-                    ("loss/total", out.loss.detach() * trained),
-                    ("loss/policy", out.policy_sum),
-                    ("loss/kl", out.kl_sum),
-                    ("policy/clip_frac_low", out.num_clipped_low),
-                    ("policy/clip_frac_high", out.num_clipped_high),
-                    ("policy/entropy", 0.0 if entropy is None else entropy.sum()),
-                    ("mismatch/kl", gap.kl_sum),
-                ):
-                    sums[name] = sums.get(name, 0.0) + float(value)
-            totals = world.sum(list(sums.values()))
-            metrics |= {name: value / trained for name, value in zip(sums, totals, strict=True)}
-            metrics["mismatch/logprob_diff_max"] = world.max([worst])[0]
-            norm = clip_grad_norm(self.masters.parameters(), cfg.max_grad_norm)
-            metrics["train/grad_norm"] = norm
-            self._check_finite(metrics, batches)
+                totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
+                old_logprobs.append(old)
+            metrics |= totals.metrics(world)
+            metrics["train/grad_norm"] = clip_grad_norm(
+                self.masters.parameters(), cfg.max_grad_norm
+            )
+            check_finite(metrics, batches, output_dir=self.output_dir, step=self.step + 1)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.masters.publish()
-        with timer("probe"), torch.no_grad():
-            assert first_logprobs is not None
-            gain = (self._logprobs(batches[0], plans[0])[0] - first_logprobs) * batches[
-                0
-            ].advantages
-            weight = batches[0].advantages.abs().sum()
-            gained, weighed = world.sum([float(gain.sum()), float(weight)])
-            metrics["policy/logprob_gain"] = gained / max(weighed, 1e-9)
+        if cfg.probe_update:
+            with timer("probe"), torch.no_grad():
+                new = [self._logprobs(batches[0], plans[0])[0]]
+                metrics |= logprob_gain(new, old_logprobs, batches, world)
         return metrics
 
     def _logprobs(self, batch: PackedBatch, plan: MaskPlan):
@@ -496,21 +463,10 @@ class GRPOAgentic:
             self.optimizer.zero_grad(set_to_none=True)
             raise StopRequested
 
-    def _check_finite(self, metrics: dict[str, float], batches: Sequence[PackedBatch]) -> None:
-        """Stop before a bad step reaches the weights; keep what led to it for inspection."""
-        wrong = {k: v for k, v in metrics.items() if not torch.isfinite(torch.tensor(v))}
-        if not wrong:
-            return
-        path = self.output_dir / f"not_finite_step_{self.step + 1}_rank_{self.world.rank}.pt"
-        torch.save([batch.tokens for batch in batches], path)
-        raise FloatingPointError(
-            f"step {self.step + 1}: {wrong} not finite. The weights are those of step {self.step}; "
-            f"the tokens of the step are in {path}"
-        )
-
     def _evaluate(self) -> None:
         """Held-out tasks with the official reward; recorded beside the training rollouts."""
         cfg = self.cfg
+        assert self.eval_dataset is not None
         phase = f"eval/{self.step}"
         rollouts = self.world.gather(
             self._play(self.eval_dataset.tasks, cfg.eval.num_trials, phase, cfg.eval.temperature)
@@ -568,10 +524,9 @@ class GRPOAgentic:
         """Stop the workers and draw the run's picture."""
         if self.pool is not None:
             self.pool.close()
-        if getattr(self, "metrics", None) is not None:
+        if self.metrics is not None and self.recorder is not None:
             self.metrics.close()
-            from components.training.plot import plot_run
-
+            self.recorder.close()
             plot_run(self.output_dir)
         leave_world(self.world)
 

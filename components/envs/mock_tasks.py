@@ -21,7 +21,7 @@ def _words(text: str) -> list[str]:
 
 
 _FIRST = _words(
-    "Ana|Ben|Chloe|Daniel|Elena|Farid|Grace|Hugo|Ines|Jonas|Keiko|Lamar|Mei|Nils|Olga|Pablo|Quinn|"
+    "Ana|Ben|Chloe|Daniel|Elena|Farid|Grace|Hugo|Iris|Jonas|Keiko|Lamar|Mei|Nils|Olga|Pablo|Quinn|"
     "Rosa|Samir|Tara|Umar|Vera|Wen|Yara|Zoe"
 )
 _LAST = _words(

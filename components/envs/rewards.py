@@ -26,7 +26,7 @@ class GoldActions:
     """Calls that change the database. Gold writes that the tool itself refuses are left out."""
     reads: tuple[Call, ...]
     transfers: tuple[Call, ...]
-    any: bool
+    has_actions: bool
     """Whether there are gold actions at all, of whatever kind."""
 
 
@@ -36,7 +36,7 @@ def gold_actions(domain: str, task_id: str) -> GoldActions:
     task = find_task(domain, task_id)
     data = domain_data(domain)
     criteria = task.evaluation_criteria
-    actions = [a for a in (criteria and criteria.actions) or [] if a.requestor == "assistant"]
+    actions = (criteria and criteria.actions) or []
     sorted_: dict[str, list[Call]] = {"write": [], "read": [], "transfer": []}
     environment = data.build()
     initial = task.initial_state
@@ -51,17 +51,19 @@ def gold_actions(domain: str, task_id: str) -> GoldActions:
             sorted_["transfer"].append(call)
             continue
         try:
-            environment.make_tool_call(tool_name=action.name, **action.arguments)
+            environment.make_tool_call(
+                tool_name=action.name, requestor=action.requestor, **action.arguments
+            )
         except Exception:  # the official evaluator ignores gold actions that fail; so do we
             continue
         kind = data.tool_types.get(action.name, "generic")
-        if kind in sorted_:
+        if kind in sorted_ and action.requestor == "assistant":
             sorted_[kind].append(call)
     return GoldActions(
         writes=tuple(sorted_["write"]),
         reads=tuple(sorted_["read"]),
         transfers=tuple(sorted_["transfer"]),
-        any=bool(actions),
+        has_actions=any(action.requestor == "assistant" for action in actions),
     )
 
 
@@ -85,7 +87,7 @@ def score(trajectory: Trajectory) -> dict[str, float]:
     made = _successful_calls(trajectory)
     names = {name for name, _ in made}
     needed = {name for name, _ in (*gold.writes, *gold.transfers)}
-    taken = needed <= names and (bool(made) or not gold.any)
+    taken = needed <= names and (bool(made) or not gold.has_actions)
     parts["strict"] = official if taken else 0.0
     types = domain_data(domain).tool_types
     writes_made = [call for call in made if types.get(call[0]) == "write"]

@@ -199,7 +199,7 @@ class OfficialRun:
         if run.to_role.value == "env":
             return
         # The later check overwrites the earlier reason, and a stop by the user, as in run().
-        if run.step_count > run.max_steps:
+        if run.step_count >= run.max_steps:
             run.done = True
             run.termination_reason = TerminationReason.MAX_STEPS
         if run.num_errors >= run.max_errors:

@@ -52,6 +52,9 @@ _REFUSED = re.compile(
     r"not been|failed|sorry|error|does not exist|not found)\b",
     re.I,
 )
+_REQUEST_FOR = re.compile(
+    r"(?:please|kindly|tell me|provide|confirm|i(?:'ll| will| would)? need)\b", re.I
+)
 _HANDED_OVER = re.compile(r"\btransfer(?:red|ring)?\b", re.I)
 
 
@@ -119,7 +122,7 @@ class MockUser:
         """The user's next message."""
         if self._current < 0:
             return self._next("Hi! ")
-        questions, statements = _split(agent_text)
+        asked, statements = _split(agent_text)
         request = self._requests[self._current]
         if _HANDED_OVER.search(statements):
             return TRANSFER
@@ -127,12 +130,12 @@ class MockUser:
             return self._next("Too bad. ")
         if (request.kind == "compliment" and statements) or _DONE.search(statements):
             return self._next(self._rng.choice(("Thank you. ", "Great, thanks. ", "Perfect. ")))
-        if _IDENTITY.search(questions):
-            return self._say("identity", self._identity(questions))
-        if re.search(r"\bdescription\b", questions, re.I) and request.kind == "create":
+        if _IDENTITY.search(asked):
+            return self._say("identity", self._identity(asked))
+        if re.search(r"\bdescription\b", asked, re.I) and request.kind == "create":
             text = f"The description is '{request.description}'." if request.description else ""
             return self._say("description", text or "It needs no description.")
-        if _CONFIRM.search(questions) and "else" not in questions:
+        if _CONFIRM.search(asked) and "else" not in asked:
             return self._say("yes", "Yes, please go ahead.")
         return self._say("request", self._ask(request))
 
@@ -189,10 +192,10 @@ class MockUser:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """An agent's questions, and the rest of what it says."""
+    """What an agent asks (questions, "Please tell me..."), and what it says (all but questions)."""
     sentences = re.split(r"(?<=[.!?])\s+", text.strip())
-    questions = " ".join(s for s in sentences if s.endswith("?"))
-    return questions, " ".join(s for s in sentences if not s.endswith("?"))
+    asked = " ".join(s for s in sentences if s.endswith("?") or _REQUEST_FOR.match(s))
+    return asked, " ".join(s for s in sentences if not s.endswith("?"))
 
 
 def make_mock_user(tau2_task: Any, seed: int) -> MockUser:

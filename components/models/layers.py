@@ -1,6 +1,6 @@
 """torchtune's pointwise modules, made fast in eager mode.
 
-On a CPU the norms, the rotation and the gate of a small bfloat16 model cost as much as a good part
+On a CPU the norms and the gate of a small bfloat16 model cost as much as a good part
 of its matrix products, and what they keep for the backward pass is most of its memory. These
 modules keep torchtune's parameters and numbers (tested), with fewer passes over memory and nothing
 kept in float32.
@@ -51,32 +51,6 @@ class RMSNorm(torchtune.modules.RMSNorm):
         if eager and x.device.type == "cpu" and x.dtype != torch.float64:
             return _RMSNorm.apply(x, self.scale, self.eps)  # pyright: ignore[reportReturnType]
         return F.rms_norm(x, self.normalized_shape, self.scale.to(x.dtype), self.eps)
-
-
-class Rope(torchtune.modules.RotaryPositionalEmbeddings):
-    """Rotary embeddings (Su et al. 2021, arXiv:2104.09864) of neighbouring pairs, in float32.
-
-    A pair is one complex number and the rotation one product: the same bits as torchtune's real
-    arithmetic in a fifth of the time. Compilers do better with the real form.
-    """
-
-    def forward(self, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
-        """Rotate.
-
-        Args:
-            x: [B, T, n, H].
-            input_pos: [B, T] positions; None means 0, 1, 2...
-
-        Returns:
-            [B, T, n, H] in x's dtype.
-        """
-        if torch.compiler.is_compiling():
-            return super().forward(x, input_pos=input_pos)
-        assert isinstance(self.cache, Tensor)
-        table = self.cache[: x.shape[1]] if input_pos is None else self.cache[input_pos]
-        turn = torch.view_as_complex(table).unsqueeze(-2)
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
 
 
 class _Gate(torch.autograd.Function):

@@ -13,9 +13,10 @@ from torch import nn
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
+from components.attention.rope import RotaryEmbedding
 from components.attention.sink_attention import SinkAttention
 from components.models.decoder import ModelConfig, PolicyModel
-from components.models.layers import FeedForward, RMSNorm, Rope
+from components.models.layers import FeedForward, RMSNorm
 from components.models.lora import AdapterLinear, adapters, check_lora_modules
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
@@ -173,10 +174,8 @@ def _build(
     lora_alpha: float = 0.0,
 ) -> PolicyModel:
     """Build the model with its parameters on the meta device: loading fills them in once."""
-    rope = Rope(
-        config.head_dim,
-        max_seq_len=config.max_positions,
-        base=config.rope_base,  # pyright: ignore[reportArgumentType] (a float does as well)
+    rope = RotaryEmbedding(
+        config.head_dim, max_positions=config.max_positions, base=config.rope_base
     )
 
     def linear(name: str, in_dim: int, out_dim: int) -> nn.Module:

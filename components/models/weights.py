@@ -91,8 +91,9 @@ def save_hf(
 ) -> None:
     """Write a directory that transformers and vLLM load, adapters merged into their base weights.
 
-    All is written into ``<directory>.tmp`` first, synced, then renamed: a killed run leaves either
-    the old directory or the new one under the name.
+    All is written into ``<directory>.tmp`` first, synced, then renamed. A directory that is
+    replaced stands as ``<directory>.old`` for the moment between two renames: give each checkpoint
+    a name of its own.
 
     Args:
         model: its weights, unless `state` holds them; not changed.

@@ -4,29 +4,20 @@ A rollout's cache has two parts: a *shared prefix* (the system turn, computed on
 version and kept once for all rollouts that start with it) and its *own* tokens, a row of a pool.
 Attention runs over the two parts apart and merges them by their LSE.
 
-Suffixes: ``K`` key heads, ``H`` head dim, ``R`` rows of the pool, ``C`` capacity of a row, ``S``
-tokens of a shared prefix.
+Suffixes: ``K`` key heads, ``H`` head dim, ``T`` new tokens, ``R`` rows of the pool, ``J`` blocks of
+a row, ``P`` tokens of a block, ``S`` tokens of a shared prefix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
-
-class Store(Protocol):
-    """Keys and values of consecutive tokens of one rollout or prefix."""
-
-    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, C, H]`` of a layer, to read and to write.
-
-        Args:
-            layer: index of the layer.
-            like: keys ``[B, K, T, H]``, whose sizes, dtype and device they have.
-        """
-        ...
+BLOCK = 512
+"""Tokens P of a block: half of it is wasted per rollout, and each block is one more product."""
 
 
 class SharedPrefix:
@@ -44,41 +35,50 @@ class SharedPrefix:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, S, H]``."""
-        found = self._layers[layer]
-        if found is None:
-            shape = (like.shape[1], len(self.ids), like.shape[3])
-            found = (like.new_zeros(shape), like.new_zeros(shape))
-            self._layers[layer] = found
-        return found
+    def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Store keys and values ``[K, T, H]`` of tokens from ``start`` on."""
+        pair = self._layers[layer]
+        if pair is None:
+            shape = (k.shape[0], len(self.ids), k.shape[2])
+            pair = (k.new_zeros(shape), k.new_zeros(shape))
+            self._layers[layer] = pair
+        for kept, new in zip(pair, (k, v), strict=True):
+            kept[:, start : start + new.shape[1]] = new
+
+    def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[K, stop, H]`` of the first tokens."""
+        pair = self._layers[layer]
+        assert pair is not None
+        return pair[0][:, :stop], pair[1][:, :stop]
 
     def num_bytes(self) -> int:
         """Memory held."""
-        return sum(t.nbytes for pair in self._layers if pair is not None for t in pair)
+        return _num_bytes(self._layers)
 
 
 class RowPool:
-    """Keys and values of the rollouts' own tokens: per layer two tensors ``[R, K, C, H]``.
+    """Keys and values of the rollouts' own tokens: per layer two tensors ``[J, R * K, P, H]``.
 
-    Rows never move, so a rollout that leaves a batch costs nothing. Rows and capacity grow by
-    doubling, each layer when it is next used. All starts as zeros: what a mask hides is still
-    multiplied, and must be finite.
+    Block j of neighbouring rows is one contiguous piece, which is what batched products want: on a
+    CPU in bf16 they would copy anything else first. Rows never move, so a rollout that leaves a
+    batch costs nothing. All starts as zeros: what a mask hides is still multiplied, and must be
+    finite.
 
     Args:
         num_layers: layers of the model.
-        max_length: no row ever gets longer.
+        num_kv_heads: K.
     """
 
-    def __init__(self, *, num_layers: int, max_length: int) -> None:
+    def __init__(self, *, num_layers: int, num_kv_heads: int) -> None:
+        self.block = BLOCK
         self.num_rows = 0
-        self.capacity = 0
-        self._max_length = max_length
+        self.num_blocks = 0
+        self._num_kv_heads = num_kv_heads
         self._free: list[int] = []
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     def acquire(self) -> int:
-        """A row of its own, the lowest that is free."""
+        """A row for one rollout, the lowest that is free."""
         if not self._free:
             more = max(self.num_rows, 1)
             self._free = list(range(self.num_rows, self.num_rows + more))
@@ -91,31 +91,68 @@ class RowPool:
         """Give a row back; the memory goes when no row is in use."""
         self._free.append(row)
         if len(self._free) == self.num_rows:
-            self._free, self.num_rows, self.capacity = [], 0, 0
+            self._free, self.num_rows, self.num_blocks = [], 0, 0
             self._layers = [None] * len(self._layers)
 
     def reserve(self, length: int) -> None:
-        """Make rows long enough for ``length`` tokens."""
-        assert length <= self._max_length
-        if length > self.capacity:
-            self.capacity = min(max(256, length, 2 * self.capacity), self._max_length)
+        """Make rows long enough for ``length`` tokens, and half as much again if they grow."""
+        blocks = -(-length // self.block)
+        if blocks > self.num_blocks:
+            self.num_blocks = max(blocks, self.num_blocks * 3 // 2)
 
     def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[R, K, C, H]`` of a layer."""
-        found = self._layers[layer]
-        shape = (self.num_rows, like.shape[1], self.capacity, like.shape[3])
-        if found is None or found[0].shape != shape:
+        """Keys and values of a layer, which grow here when they must.
+
+        Args:
+            layer: index of the layer.
+            like: a tensor ``[..., H]`` of the right dtype and device.
+
+        Returns:
+            ``[J, R * K, P, H]`` each, contiguous.
+        """
+        pair = self._layers[layer]
+        shape = (
+            self.num_blocks,
+            self.num_rows * self._num_kv_heads,
+            self.block,
+            like.shape[-1],
+        )
+        if pair is None or pair[0].shape != shape:
             grown = (like.new_zeros(shape), like.new_zeros(shape))
-            if found is not None:
-                rows, _, length, _ = found[0].shape
-                for old, new in zip(found, grown, strict=True):
-                    new[:rows, :, :length] = old
-            self._layers[layer] = found = grown
-        return found
+            if pair is not None:
+                blocks, rows = pair[0].shape[:2]
+                for old, new in zip(pair, grown, strict=True):
+                    new[:blocks, :rows] = old
+            self._layers[layer] = pair = grown
+        return pair
+
+    def places(self, rows: Tensor, at: Tensor) -> Tensor:
+        """Where tokens go in a layer seen as ``[J * R * K * P, H]``, for each key head.
+
+        Args:
+            rows: row of each token ``[T]``.
+            at: its place in the row ``[T]``.
+
+        Returns:
+            ``[K, T]``.
+        """
+        block = torch.div(at, self.block, rounding_mode="floor")
+        heads = torch.arange(self._num_kv_heads, device=rows.device)[:, None]
+        row = (block * self.num_rows + rows) * self._num_kv_heads + heads
+        return row * self.block + at % self.block
+
+    def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
+        """A copy of a row's first keys and values, ``[K, stop, H]`` each."""
+        pair = self._layers[layer]
+        assert pair is not None
+        blocks = -(-stop // self.block)
+        heads = slice(row * self._num_kv_heads, (row + 1) * self._num_kv_heads)
+        keys, values = (x[:blocks, heads].transpose(0, 1).flatten(1, 2) for x in pair)
+        return keys[:, :stop], values[:, :stop]
 
     def num_bytes(self) -> int:
         """Memory held."""
-        return sum(t.nbytes for pair in self._layers if pair is not None for t in pair)
+        return _num_bytes(self._layers)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +173,10 @@ class RolloutCache:
         """Position of the first own token."""
         return 0 if self.shared is None else len(self.shared)
 
-    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, C, H]`` of the own tokens."""
-        keys, values = self.pool.layer(layer, like)
-        return keys[self.row], values[self.row]
+    def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[K, stop, H]`` of the first own tokens."""
+        return self.pool.read(layer, self.row, stop)
+
+
+def _num_bytes(layers: Sequence[tuple[Tensor, Tensor] | None]) -> int:
+    return sum(tensor.nbytes for pair in layers if pair is not None for tensor in pair)

@@ -4,8 +4,8 @@ The queries of all rollouts that share a prefix go through one product with it, 
 rollout's own tokens through padded batched products. On a CPU in bf16 two products and a
 softmax take half the time of the flash kernel, which is made for many queries.
 
-Suffixes: ``B`` rollouts, ``N`` query heads, ``K`` key heads, ``H`` head dim, ``R`` rows of the pool,
-``C`` keys of a row, ``S`` tokens of a shared prefix.
+Suffixes: ``B`` rollouts, ``N`` query heads, ``K`` key heads, ``G`` query heads per key head, ``H``
+head dim, ``R`` rows of the pool, ``J`` blocks, ``P`` tokens of one, ``C`` keys, ``S`` shared ones.
 """
 
 from __future__ import annotations
@@ -23,22 +23,30 @@ HIDDEN = -1e30
 """Added to the scores of hidden keys. Finite, so that a row without a visible key stays NaN-free:
 its LSE is about HIDDEN, and the merge gives it weight 0."""
 
-SPAN_COST = 1024
-"""What one more product costs, in padded tokens (about 40 us against 0.04 us on 2 cores)."""
+MAX_BRIDGE = 2
+"""Blocks that no query needs but that go along, to keep two runs of rows in one product."""
 
 
-class _Span(NamedTuple):
-    """Rollouts of a batch whose rows in the pool are neighbours and go through one product."""
+class _Run(NamedTuple):
+    """One block of neighbouring rows of the pool, which go through one product."""
 
+    block: int
     first: int
     last: int
-    """Places in the batch."""
+    """Places in the batch; their rows in the pool are neighbours, too."""
     row: int
     """Row of the first in the pool."""
-    longest: int
-    """Keys of the longest, its new token included."""
-    shortest: int
-    """Keys of the shortest, its new token included."""
+
+
+class _OwnPlan(NamedTuple):
+    """What a step needs of the rollouts' own tokens, for one (window, prefix)."""
+
+    runs: list[_Run]
+    first_block: int
+    mask: Tensor
+    """Additive ``[B, 1, 1, C]`` over the tokens from the first needed block to the last."""
+    scores: Tensor
+    """``[B, K, G, C]``: zeros, whose visible places every layer overwrites."""
 
 
 class DecodePass:
@@ -58,10 +66,7 @@ class DecodePass:
         self._base = torch.tensor([c.base for c in caches], device=device)
         self._length = torch.tensor([len(c.ids) - c.base for c in caches], device=device)
         self._groups = _groups(caches, device)
-        self._steps = 0
-        self._cuts: list[tuple[int, int]] = []
-        self._spans: list[_Span] = []
-        self._own_masks: dict[tuple, tuple[int, Tensor | None]] = {}
+        self._own_plans: dict[tuple, _OwnPlan] = {}
         self._shared_masks: dict[tuple, tuple[int, Tensor | None]] = {}
         self._places: Tensor | None = None
 
@@ -72,16 +77,10 @@ class DecodePass:
 
     def begin(self) -> None:
         """Prepare a step: every rollout gets one token after those it holds."""
-        lengths = [len(c.ids) - c.base + 1 for c in self._caches]
-        self._pool.reserve(max(lengths))
-        if self._steps % 64 == 0:  # the lengths' differences stay as they are
-            self._cuts = cut_spans([c.row for c in self._caches], lengths)
-        self._spans = [
-            _Span(a, b, self._caches[a].row, max(lengths[a:b]), min(lengths[a:b]))
-            for a, b in self._cuts
-        ]
-        self._own_masks, self._shared_masks, self._places = {}, {}, None
-        self._steps += 1
+        self._pool.reserve(max(len(c.ids) - c.base + 1 for c in self._caches))
+        self._own_plans, self._shared_masks = {}, {}
+        # [B * K], the order of k [B, K, 1, H]
+        self._places = self._pool.places(self._rows, self._length).t().flatten()
 
     def end(self) -> None:
         """Every rollout holds one token more."""
@@ -100,74 +99,43 @@ class DecodePass:
         scale: float | None,
     ) -> Tensor:
         """See ``components.attention.sink_attention.Attend``; T is 1."""
-        keys, values = self._pool.layer(layer, k)
         num_b, num_k, _, dim = k.shape
-        places = self._where(keys)
-        keys.view(-1, dim).index_copy_(0, places, k.reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, places, v.reshape(-1, dim))
+        keys, values = self._pool.layer(layer, k)
+        assert self._places is not None
+        keys.view(-1, dim).index_copy_(0, self._places, k.reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, self._places, v.reshape(-1, dim))
         # Scaling q is exact for the usual powers of two, and cheaper than scaling the scores.
         factor = dim**-0.5 if scale is None else scale
         heads = (q * factor).reshape(num_b, num_k, -1, dim)
-        out, lse = self._own(heads, keys, values, window, prefix)
+        if (window, prefix) not in self._own_plans:
+            self._own_plans[window, prefix] = self._plan_own(heads, window, prefix)
+        out, lse = _own(heads, keys, values, self._own_plans[window, prefix])
         for group in range(len(self._groups)):
-            out, lse = self._merge_shared(group, layer, k, heads, out, lse, window, prefix)
+            out, lse = self._merge_shared(group, layer, heads, out, lse, window, prefix)
         if sinks is not None:
             out, _ = apply_sink(out, lse, sinks)
         return out.to(q.dtype)
 
-    def _where(self, keys: Tensor) -> Tensor:
-        """Places ``[B * K]`` of the new tokens in the pool seen as ``[R * K * C, H]``."""
-        if self._places is None:
-            _, num_k, capacity, _ = keys.shape
-            heads = torch.arange(num_k, device=self._device)
-            places = (self._rows[:, None] * num_k + heads) * capacity + self._length[:, None]
-            self._places = places.flatten()
-        return self._places
-
-    def _own(
-        self, heads: Tensor, keys: Tensor, values: Tensor, window: int | None, prefix: int
-    ) -> tuple[Tensor, Tensor]:
-        """Attention over own tokens: ``out [B, N, 1, H]`` and ``lse [B, N, 1]``, wide."""
-        outs, lses = [], []
-        for index, span in enumerate(self._spans):
-            key = (index, window, prefix)
-            if key not in self._own_masks:
-                self._own_masks[key] = self._own_mask(span, window, prefix, heads.dtype)
-            start, mask = self._own_masks[key]
-            rows = slice(span.row, span.row + span.last - span.first)
-            out, lse = _products(
-                heads[span.first : span.last],
-                keys[rows].flatten(0, 1)[:, start : span.longest],
-                values[rows].flatten(0, 1)[:, start : span.longest],
-                mask,
-            )
-            outs.append(out.flatten(1, 2).unsqueeze(2))
-            lses.append(lse.flatten(1, 2).unsqueeze(2))
-        out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
-        return out.to(lse.dtype), lse
-
-    def _own_mask(
-        self, span: _Span, window: int | None, prefix: int, dtype: torch.dtype
-    ) -> tuple[int, Tensor | None]:
-        """First own key that a span needs, and the mask ``[B, 1, 1, C]`` from there on."""
-        if window is None and span.shortest == span.longest:
-            return 0, None
-        base = self._base[span.first : span.last, None]
-        start = 0
-        if window is not None and prefix <= int(base.min()):
-            start = max(0, span.shortest - 1 - window)
-        at = torch.arange(start, span.longest, device=self._device)
-        last = self._length[span.first : span.last, None]
-        hidden = at > last
+    def _plan_own(self, heads: Tensor, window: int | None, prefix: int) -> _OwnPlan:
+        size = self._pool.block
+        runs: list[_Run] = []
+        for block in range(-(-max(len(c.ids) - c.base + 1 for c in self._caches) // size)):
+            needed = [_needs(c, block * size, size, window, prefix) for c in self._caches]
+            runs += cut_runs(block, [c.row for c in self._caches], needed)
+        first, last = runs[0].block, runs[-1].block + 1
+        at = torch.arange(first * size, last * size, device=self._device)
+        length, base = self._length[:, None], self._base[:, None]
+        hidden = at > length
         if window is not None:
-            hidden |= (last - at > window) & (base + at >= prefix)
-        return start, _additive(hidden, dtype)[:, None, None]
+            hidden |= (length - at > window) & (base + at >= prefix)
+        mask = _additive(hidden, heads.dtype)[:, None, None]
+        scores = heads.new_zeros(*heads.shape[:3], (last - first) * size)
+        return _OwnPlan(runs, first, mask, scores)
 
     def _merge_shared(
         self,
         group: int,
         layer: int,
-        like: Tensor,
         heads: Tensor,
         out: Tensor,
         lse: Tensor,
@@ -182,11 +150,9 @@ class DecodePass:
         num_seen, mask = self._shared_masks[key]
         if num_seen == 0:
             return out, lse
-        keys, values = (x[:, :num_seen] for x in shared.layer(layer, like))
+        keys, values = shared.read(layer, num_seen)
         mine = heads if members is None else heads[members]
-        new, new_lse = _products(mine.transpose(0, 1), keys, values, mask)
-        new = new.transpose(0, 1).flatten(1, 2).unsqueeze(2)
-        new_lse = new_lse.transpose(0, 1).flatten(1, 2).unsqueeze(2)
+        new, new_lse = _shared(mine, keys, values, mask)
         if members is None:
             return merge(out, lse, new, new_lse)
         merged, merged_lse = merge(out[members], lse[members], new, new_lse)
@@ -229,55 +195,100 @@ def _groups(
     return groups
 
 
-def cut_spans(rows: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut a batch into runs that waste little padding, at the least cost.
+def _needs(cache: RolloutCache, start: int, size: int, window: int | None, prefix: int) -> bool:
+    """Whether a rollout's new token sees any of its own tokens from ``start`` on."""
+    new = len(cache.ids) - cache.base
+    last = min(new, start + size - 1)
+    if last < start:
+        return False
+    return window is None or new - last <= window or cache.base + start < prefix
+
+
+def cut_runs(block: int, rows: Sequence[int], needed: Sequence[bool]) -> list[_Run]:
+    """The pieces of a block that a batch needs.
 
     Args:
+        block: index of the block.
         rows: row of each rollout in the pool, rising.
-        lengths: keys of each.
+        needed: whether the rollout needs the block.
 
     Returns:
-        ``(first, last)`` of each run: neighbours in the pool, padded to their longest.
+        Runs that cover what is needed, and at most MAX_BRIDGE blocks at a time that are not.
     """
-    best: list[tuple[int, int]] = [
-        (0, 0)
-    ]  # cost of the first i rollouts, and where their last run starts
-    for end in range(1, len(rows) + 1):
-        longest, options = 0, []
-        for first in range(end - 1, -1, -1):
-            if first < end - 1 and rows[first + 1] != rows[first] + 1:
-                break
-            longest = max(longest, lengths[first])
-            options.append((best[first][0] + SPAN_COST + longest * (end - first), first))
-        best.append(min(options))
-    spans: list[tuple[int, int]] = []
-    end = len(rows)
-    while end:
-        spans.append((best[end][1], end))
-        end = best[end][1]
-    return spans[::-1]
+    runs: list[_Run] = []
+    for place, row in enumerate(rows):
+        if not needed[place]:
+            continue
+        if runs:
+            _, first, last, first_row = runs[-1]
+            close = place - last <= MAX_BRIDGE
+            if close and row - first_row == place - first:
+                runs[-1] = _Run(block, first, place + 1, first_row)
+                continue
+        runs.append(_Run(block, place, place + 1, row))
+    return runs
 
 
-def _products(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of few queries per key head.
+def _own(heads: Tensor, keys: Tensor, values: Tensor, plan: _OwnPlan) -> tuple[Tensor, Tensor]:
+    """Attention over the rollouts' own tokens.
 
     Args:
-        q: scaled queries ``[X, Y, G, H]``: key head x is that of all ``[x]``, or x * Y + y that of
-            ``[x, y]``, depending on their number.
-        keys: ``[X, C, H]`` or ``[X * Y, C, H]``.
-        values: like ``keys``.
-        mask: additive, broadcast to ``[X, Y, G, C]``; None where every key is visible.
+        heads: scaled queries ``[B, K, G, H]``.
+        keys: ``[J, R * K, P, H]``.
+        values: ``[J, R * K, P, H]``.
+        plan: which blocks.
 
     Returns:
-        ``out [X, Y, G, H]`` and ``lse [X, Y, G]``, the latter in at least fp32.
+        ``out [B, N, 1, H]`` and ``lse [B, N, 1]``, both in at least fp32.
     """
-    scores = torch.bmm(q.reshape(len(keys), -1, q.shape[-1]), keys.transpose(1, 2))
-    if mask is not None:
-        scores.view(*q.shape[:3], -1).add_(mask)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    p = torch.softmax(scores, -1, dtype=wide)
+    num_b, num_k, _, dim = heads.shape
+    size = keys.shape[2]
+    for block, first, last, row in plan.runs:
+        piece = keys[block, row * num_k : (row + last - first) * num_k]
+        columns = slice((block - plan.first_block) * size, (block + 1 - plan.first_block) * size)
+        new = torch.bmm(heads[first:last].flatten(0, 1), piece.transpose(1, 2))
+        plan.scores[first:last, ..., columns] = new.view(last - first, num_k, -1, size)
+    p, lse = _softmax(plan.scores + plan.mask)
+    p = p.to(values.dtype)
+    out = torch.zeros(heads.shape, dtype=lse.dtype, device=heads.device)
+    for block, first, last, row in plan.runs:
+        piece = values[block, row * num_k : (row + last - first) * num_k]
+        columns = slice((block - plan.first_block) * size, (block + 1 - plan.first_block) * size)
+        new = torch.bmm(p[first:last, ..., columns].flatten(0, 1), piece)
+        out[first:last] += new.view(last - first, num_k, -1, dim)
+    return out.view(num_b, -1, 1, dim), lse.view(num_b, -1, 1)
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities ``[..., C]`` and LSE ``[...]`` of scores, in at least fp32."""
+    p = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
     # The largest probability is exp(its score - lse).
-    lse = scores.amax(-1).to(wide) - p.amax(-1).log()
-    return torch.bmm(p.to(values.dtype), values).view(q.shape), lse.view(q.shape[:3])
+    return p, scores.amax(-1).to(p.dtype) - p.amax(-1).log()
+
+
+def _shared(
+    heads: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of a batch over keys that all share.
+
+    Args:
+        heads: scaled queries ``[B, K, G, H]``.
+        keys: ``[K, S, H]``.
+        values: ``[K, S, H]``.
+        mask: additive ``[1, B, 1, S]``; None where every key is visible.
+
+    Returns:
+        ``out [B, N, 1, H]`` and ``lse [B, N, 1]``, the latter in at least fp32.
+    """
+    num_b, num_k, num_g, dim = heads.shape
+    q = heads.transpose(0, 1).reshape(num_k, -1, dim)
+    scores = torch.bmm(q, keys.transpose(1, 2))
+    if mask is not None:
+        scores.view(num_k, num_b, num_g, -1).add_(mask)
+    p, lse = _softmax(scores)
+    out = torch.bmm(p.to(values.dtype), values).view(num_k, num_b, num_g, dim)
+    lse = lse.view(num_k, num_b, num_g)
+    return (
+        out.transpose(0, 1).reshape(num_b, -1, 1, dim),
+        lse.transpose(0, 1).reshape(num_b, -1, 1),
+    )

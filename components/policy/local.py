@@ -107,8 +107,8 @@ class LocalEngine:
         self._reset()
 
     def _reset(self) -> None:
-        num_layers = self._model.config.num_layers
-        self._pool = RowPool(num_layers=num_layers, max_length=self._max_tokens)
+        config = self._model.config
+        self._pool = RowPool(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
         self._caches: dict[str, RolloutCache] = {}
         self._shared: dict[tuple[int, ...], SharedPrefix] = {}
 

@@ -16,7 +16,7 @@ from components.attention.folded import flash_forward
 from components.attention.kernels import part_forward
 from components.attention.lse import apply_sink, merge_weights
 from components.attention.parts import BAND, CAUSAL, FULL, Chain, Part, split
-from components.policy.cache import SharedPrefix, Store
+from components.policy.cache import RolloutCache, RowPool, SharedPrefix
 
 
 class Segment(NamedTuple):
@@ -26,7 +26,7 @@ class Segment(NamedTuple):
     """First place in the packed row."""
     last: int
     """One past the last place."""
-    store: Store
+    store: RolloutCache | SharedPrefix
     """Where their keys and values go."""
     start: int
     """Tokens that the store already holds."""
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 class _Call(NamedTuple):
     """A kernel call: queries ``part.q0:q1`` of the packed row, keys ``part.k0:k1`` of a store."""
 
-    store: Store
+    store: RolloutCache | SharedPrefix
     part: Part
 
 
@@ -51,6 +51,12 @@ class PrefillPass:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
         self._calls: dict[tuple[int | None, int], list[_Call]] = {}
+        self._places: Tensor | None = None
+        self._stops: dict[int, int] = {}  # how much of each store is read
+        for first, last, store, start, prefix in segments:
+            self._stops[id(store)] = start + last - first
+            if prefix is not None:
+                self._stops[id(prefix)] = len(prefix)
 
     def attend(
         self,
@@ -65,19 +71,22 @@ class PrefillPass:
         scale: float | None,
     ) -> Tensor:
         """See ``components.attention.sink_attention.Attend``; the batch is one row."""
-        for first, last, store, start, _ in self._segments:
-            keys, values = store.layer(layer, k)
-            keys[:, start : start + last - first] = k[0, :, first:last]
-            values[:, start : start + last - first] = v[0, :, first:last]
+        self._write(layer, k[0], v[0])
         if (window, prefix) not in self._calls:
             self._calls[window, prefix] = self._plan(window, prefix)
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
+        held: dict[int, tuple[Tensor, Tensor]] = {}
         for store, part in self._calls[window, prefix]:
-            keys, values = (x[None, :, part.k0 : part.k1] for x in store.layer(layer, k))
             rows = slice(part.q0, part.q1)
+            if part.own and part.k1 - part.k0 == part.q1 - part.q0:
+                keys, values = k[:, :, rows], v[:, :, rows]  # the new tokens themselves
+            else:
+                if id(store) not in held:
+                    held[id(store)] = store.read(layer, self._stops[id(store)])
+                keys, values = (x[None, :, part.k0 : part.k1] for x in held[id(store)])
             new_out, new_lse = _part(q[:, :, rows], keys, values, part, window or 0, factor)
             if part.own:  # these come first, one for each query
                 out[:, :, rows], lse[:, :, rows] = new_out, new_lse
@@ -87,6 +96,28 @@ class PrefillPass:
         if sinks is not None:
             out, _ = apply_sink(out, lse, sinks)
         return out.to(q.dtype)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new keys and values ``[K, T, H]``."""
+        store = self._segments[0].store
+        if isinstance(store, SharedPrefix):
+            assert len(self._segments) == 1
+            store.write(layer, self._segments[0].start, k, v)
+            return
+        if self._places is None:
+            self._places = self._plan_places(store.pool).to(k.device)
+        for kept, new in zip(store.pool.layer(layer, k), (k, v), strict=True):
+            kept.view(-1, k.shape[2]).index_copy_(0, self._places, new.reshape(-1, k.shape[2]))
+
+    def _plan_places(self, pool: RowPool) -> Tensor:
+        """Places ``[K * T]`` of the row's tokens in the pool."""
+        rows: list[int] = []
+        at: list[int] = []
+        for first, last, store, start, _ in self._segments:
+            assert isinstance(store, RolloutCache)
+            rows += [store.row] * (last - first)
+            at += range(start, start + last - first)
+        return pool.places(torch.tensor(rows), torch.tensor(at)).flatten()
 
     def _plan(self, window: int | None, prefix: int) -> list[_Call]:
         """Kernel calls that cover every visible pair of a query and a key once."""

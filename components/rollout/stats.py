@@ -8,6 +8,14 @@ from statistics import fmean
 from components.rollout.types import Rollout
 
 
+def by_group(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The rollouts of each task, groups in their order of appearance."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.spec.group, []).append(rollout)
+    return list(groups.values())
+
+
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards, lengths, ends and errors of some rollouts.
 

@@ -87,7 +87,7 @@ class WorkerPool:
         engine: PolicyEngine,
         *,
         temperature: float | None = None,
-        on_done: Callable[[Rollout], None] | None = None,
+        on_done: Callable[[Rollout], object] | None = None,
         on_round: Callable[[], None] | None = None,
     ) -> list[Rollout]:
         """Play one episode for each spec.
@@ -230,3 +230,24 @@ def _check_temperature(temperature: float) -> None:
 
 def _ignore(*_: object) -> None:
     pass
+
+
+def worker_pool(
+    *,
+    make_env: Callable[[], Env],
+    make_renderer: Callable[[], Renderer],
+    max_turns: int,
+    max_turn_tokens: int,
+    max_tokens: int,
+    max_refused: int,
+    **settings: Any,
+) -> WorkerPool:
+    """A pool from the flat settings of a config; ``settings`` are those of :class:`WorkerPool`."""
+    limits = Limits(
+        max_turns=max_turns,
+        max_turn_tokens=max_turn_tokens,
+        max_tokens=max_tokens,
+        max_refused=max_refused,
+    )
+    settings["preload"] = tuple(settings.get("preload", ()))
+    return WorkerPool(make_env=make_env, make_renderer=make_renderer, limits=limits, **settings)

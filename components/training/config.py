@@ -63,6 +63,7 @@ __all__ = [
     "Schema",
     "Section",
     "Str",
+    "as_dict",
     "as_partial",
     "instantiate",
     "load_config",
@@ -234,6 +235,13 @@ def as_partial(node: Any, **kwargs: Any) -> functools.partial[Any]:
         ConfigError: The node names no component.
     """
     return component.partial(_plain(node), **kwargs)
+
+
+def as_dict(node: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """A section of the config as plain keyword arguments, some keys left out."""
+    plain = _plain(node)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key not in without}
 
 
 def _plain(node: Any) -> Any:

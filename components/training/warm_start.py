@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,56 @@ from components.training.checkpoint import load_weights
 from components.training.parallelize import World, full_tensor
 from components.training.precision import MasterWeights
 from components.training.run_dir import write_text
-from components.training.supervised import supervised_steps
+from components.training.supervised import SupervisedSettings, supervised_steps
 
 FORMAT = 1
 """Raise it when a change here or in the demonstrations makes cached warm starts stale."""
+
+
+def demonstrate_tasks(
+    pool: WorkerPool,
+    tasks: Sequence[Task],
+    *,
+    make_oracle: Callable[..., Any],
+    num_demonstrations: int,
+    max_tokens: int,
+    seed: int,
+    world: World,
+) -> Demonstrations:
+    """Play demonstrations in the workers of all ranks.
+
+    Args:
+        pool: this rank's workers.
+        tasks: training tasks; the first ``num_demonstrations`` of a seeded order are demonstrated.
+        make_oracle: ``make_oracle(spec)`` gives the demonstrator of one episode; picklable.
+        num_demonstrations: how many; those below the full official reward are dropped and counted.
+        max_tokens: longer demonstrations are cut after the last whole turn that fits.
+        seed: of the order and of the episodes.
+        world: this process among its peers.
+
+    Returns:
+        The same demonstrations in the same order on every rank.
+
+    Raises:
+        RuntimeError: if a worker failed.
+    """
+    chosen = list(tasks)
+    random.Random(f"{seed}/demonstrations").shuffle(chosen)
+    specs = group_specs(
+        [(task.domain, task.id) for task in chosen[:num_demonstrations]],
+        group_size=1,
+        seed=seed,
+        phase="demonstration",
+    )
+    mine = specs[world.rank :: world.size]
+    results = pool.run_local(play, [(spec, make_oracle) for spec in mine])
+    for spec, result in zip(mine, results, strict=True):
+        if isinstance(result, Failure):
+            raise RuntimeError(f"demonstration {spec.rollout_id}: {result.error}")
+    played = {rollout.spec.rollout_id: rollout for rollout in world.gather(results)}
+    return collect(
+        specs, play=lambda spec: played[spec.rollout_id], max_tokens=max_tokens, cut=True
+    )
 
 
 def warm_start(
@@ -36,17 +83,8 @@ def warm_start(
     masters: MasterWeights,
     optimizer: torch.optim.Optimizer,
     *,
-    pool: WorkerPool,
-    make_oracle: Callable[..., Any],
-    tasks: Sequence[Task],
-    num_steps: int,
-    num_demonstrations: int,
-    demonstrations_per_step: int,
-    max_tokens: int,
-    tokens_per_batch: int,
-    chunk_size: int,
-    max_grad_norm: float,
-    seed: int,
+    demonstrate: Callable[[], Demonstrations],
+    settings: SupervisedSettings,
     cache_key: Any | None,
     world: World,
     check_stop: Callable[[], None],
@@ -58,20 +96,9 @@ def warm_start(
         model: changed in place.
         masters: its fp32 weights.
         optimizer: of ``masters``; used for these steps only.
-        pool: plays the demonstrations in its workers.
-        make_oracle: ``make_oracle(spec)`` gives the demonstrator of one episode; picklable.
-        tasks: training tasks; the first ``num_demonstrations`` of a seeded order are demonstrated.
-        num_steps: optimizer steps.
-        num_demonstrations: demonstrations to make; those that earn less than the full official
-            reward are dropped and counted.
-        demonstrations_per_step: see ``supervised_steps``.
-        max_tokens: longer demonstrations are cut after the last whole turn that fits.
-        tokens_per_batch: longest packed row.
-        chunk_size: trained tokens whose logits exist at a time.
-        max_grad_norm: of the clipping.
-        seed: of tasks and order.
-        cache_key: JSON-able, everything that the result depends on beside the arguments; None
-            turns the cache off.
+        demonstrate: makes the demonstrations; not called when the cache has the result.
+        settings: of the supervised steps.
+        cache_key: JSON-able, everything that the result depends on; None turns the cache off.
         world: this process among its peers.
         check_stop: raises when the run was asked to stop.
         say: prints a line.
@@ -85,30 +112,27 @@ def warm_start(
 
         load_weights(masters.named_parameters(), load_file(cached))
         masters.publish()
-        say(f"warm start: loaded from {cached}")
+        say(f"warm start: loaded {cached}")
         return
-    made = _demonstrate(pool, make_oracle, tasks, num_demonstrations, max_tokens, seed, world)
+    made = demonstrate()
+    lengths = sorted(len(rollout.tokens) for rollout in made.rollouts)
     say(
-        f"warm start: {len(made.rollouts)} demonstrations of training tasks"
+        f"warm start: {len(lengths)} demonstrations of training tasks"
+        + (f", {lengths[0]} to {lengths[-1]} tokens" if lengths else "")
         + "".join(f", {len(ids)} dropped ({why})" for why, ids in made.dropped.items() if ids)
-        + (f", {made.num_cut} cut to {max_tokens} tokens" if made.num_cut else "")
+        + (f", {made.num_cut} of them cut" if made.num_cut else "")
     )
 
     def on_step(step: int, loss: float, norm: float) -> None:
+        say(f"warm start {step:>3}/{settings.num_steps}  loss {loss:7.4f}  gnorm {norm:7.3f}")
         check_stop()
-        say(f"warm start {step:>3}/{num_steps}  loss {loss:8.4f}  gnorm {norm:7.3f}")
 
     supervised_steps(
         model,
         masters,
         optimizer,
         made.rollouts,
-        num_steps=num_steps,
-        demonstrations_per_step=demonstrations_per_step,
-        tokens_per_batch=tokens_per_batch,
-        chunk_size=chunk_size,
-        max_grad_norm=max_grad_norm,
-        seed=seed,
+        settings=settings,
         world=world,
         on_step=on_step,
     )
@@ -117,35 +141,6 @@ def warm_start(
         if world.is_main:
             _write_cache(cached, weights, cache_key)
         world.barrier()
-
-
-def _demonstrate(
-    pool: WorkerPool,
-    make_oracle: Callable[..., Any],
-    tasks: Sequence[Task],
-    num_demonstrations: int,
-    max_tokens: int,
-    seed: int,
-    world: World,
-) -> Demonstrations:
-    """This rank's share of the demonstrations, gathered from all ranks in one order."""
-    import random
-
-    chosen = list(tasks)
-    random.Random(f"{seed}/demonstrations").shuffle(chosen)
-    chosen = chosen[:num_demonstrations]
-    specs = group_specs(
-        [(t.domain, t.id) for t in chosen], group_size=1, seed=seed, phase="demonstration"
-    )
-    mine = specs[world.rank :: world.size]
-    results = pool.run_local(play, [(spec, make_oracle) for spec in mine])
-    for spec, result in zip(mine, results, strict=True):
-        if isinstance(result, Failure):
-            raise RuntimeError(f"demonstration {spec.rollout_id}: {result.error}")
-    gathered = {r.spec.rollout_id: r for r in world.gather(results)}
-    return collect(
-        specs, play=lambda spec: gathered[spec.rollout_id], max_tokens=max_tokens, cut=True
-    )
 
 
 def _cache_path(cache_key: Any, *, num_ranks: int) -> Path:

@@ -1,4 +1,4 @@
-"""The CUDA paths of attention: folded on FlashAttention, flex on Triton, against the dense oracle."""
+"""The CUDA paths of attention: folded on FlashAttention, flex on Triton, against an oracle."""
 
 import pytest
 import torch

@@ -22,13 +22,10 @@ from tests.tiny import tiny_tokenizer_dir
 TIERS = json.loads((Path(__file__).parents[2] / "data/retail_scripted_tiers.json").read_text())
 FAIR = {*TIERS["A_static"], *TIERS["B_db_conditional_or_staged"]}
 FAIR |= set(TIERS["C1_persona_or_withholding_only"])
-QUICK = (
-    "0",
-    "22",
-    "34",
-    "73",
-    "113",
-)  # an exchange, addresses, information, a return, cancellations
+# Fair tasks (an exchange, addresses, information, a return, an order named), then a change of mind
+# and cancellations with a reason that is told when asked.
+QUICK_FAIR = ("0", "22", "34", "73", "75")
+QUICK = (*QUICK_FAIR, "72", "113")
 NUM_TRAIN_SOLVED = 74
 
 
@@ -110,9 +107,10 @@ def check_policy(rollout):
 
 def check_reads_before_writes(rollout):
     """S8: the order's details were read before it was changed."""
-    read = set()
+    read: set[str] = set()
     for _, name, arguments in calls(rollout):
         if name == "get_order_details":
+            assert arguments["order_id"] not in read, "read twice"
             read.add(arguments["order_id"])
         if is_write(name) and "order_id" in arguments:
             assert arguments["order_id"] in read
@@ -145,7 +143,7 @@ def check_all(rollout):
 
 
 def test_quick_tasks_are_solved_as_the_policy_asks(rollouts):
-    assert set(QUICK) - {"22", "34"} <= FAIR | {"113"}
+    assert set(QUICK_FAIR) <= FAIR
     for rollout in rollouts.values():
         check_all(rollout)
 

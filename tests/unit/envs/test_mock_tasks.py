@@ -131,6 +131,7 @@ def test_user_confirms_and_goes_on_when_something_is_done():
     first = user.reply("Hi! How can I help you today?")
     assert "task" in first
     assert user.reply("I will create it. Shall I proceed?") == "Yes, please go ahead."
+    assert user.reply("I will create it. Please confirm.") == "Yes, please go ahead."
     second = user.reply("I have created the task. Is there anything else?")
     assert second.split(". ", 1)[1] not in first
     assert "###" not in second
@@ -141,6 +142,7 @@ def test_user_confirms_and_goes_on_when_something_is_done():
     [
         (True, "What is your user id?", "My user id is user_"),
         (False, "What is your user id?", "I don't remember my user id. My name is "),
+        (True, "Sure. Please provide your user ID.", "My user id is user_"),
         (True, "May I have your name?", "My name is "),
         (False, "Could you give me your full name?", "My name is "),
     ],
@@ -157,7 +159,7 @@ def test_user_says_who_it_is_when_asked(known, question, answer):
 def test_user_accepts_a_transfer_and_a_refusal():
     user = _user()
     user.reply("Hi!")
-    assert user.reply("You are being transferred to a human agent.") == "###TRANSFER###"
+    assert user.reply("Please hold on while I transfer you to a human.") == "###TRANSFER###"
     user = _user()
     first = user.reply("Hi!")
     assert user.reply("I am sorry, I cannot do that.") != first

@@ -40,7 +40,7 @@ def test_strict_is_zero_where_doing_nothing_is_officially_right(task_id):
 
 
 def test_strict_equals_official_where_there_is_nothing_to_do():
-    assert not gold_actions("retail", "57").any
+    assert not gold_actions("retail", "57").has_actions
     assert baseline("retail", "57").breakdown["strict"] == 1.0
 
 

@@ -297,10 +297,43 @@ def test_environments_do_not_share_state():
 def test_arguments_of_a_turn_are_copied():
     env = mock_env("Hi.", "Bye ###STOP###")
     env.reset(options={"task_id": "create_task_1"})
-    arguments = {"user_id": "user_1", "title": "Important Meeting"}
+    arguments = {"user_id": ["user_1"], "title": {"text": "Important Meeting"}}
     env.step(turn(call("create_task", arguments)))
-    arguments["title"] = "changed afterwards"
-    assert env.step("Done.")[1] == 1.0
+    arguments["user_id"].append("changed afterwards")
+    arguments["title"]["text"] = "changed afterwards"
+    trajectory = env.step("Done.")[4]["trajectory"]
+    assert "changed" not in str(trajectory.official.messages)
+    assert "changed" not in str(trajectory.messages)
+
+
+def test_tau2_users_and_messages_built_early():
+    """The official record is sorted by time: a message made too early must not move."""
+    from tau2.data_model.message import UserMessage
+    from tau2.user.user_simulator import UserSimulator
+
+    class Prepared(UserSimulator):
+        def get_init_state(self, message_history=None):  # type: ignore[override]
+            self.prepared = [
+                UserMessage(role="user", content=text, timestamp="2001-01-01T00:00:00")
+                for text in ("Bye ###STOP###", "Hi.")
+            ]
+            return
+
+        def set_seed(self, seed):
+            self.seed = seed
+
+        def generate_next_message(self, message, state):
+            return self.prepared.pop(), state
+
+    env = Tau2Env(domain="mock", user=lambda task: Prepared(llm=None))
+    env.reset(seed=11, options={"task_id": "create_task_1"})
+    create = call("create_task", {"user_id": "user_1", "title": "Important Meeting"})
+    env.step(turn(create))
+    _, reward, _, _, info = env.step("It is created.")
+    roles = [m.role for m in info["trajectory"].official.messages]
+    assert roles == ["assistant", "user", "assistant", "tool", "assistant", "user"]
+    assert reward == 1.0
+    assert info["trajectory"].official.seed == 11
 
 
 def test_seeds_and_global_random_state():
@@ -398,6 +431,8 @@ def test_fresh_environments_equal_official_ones(domain, monkeypatch):
     built = data.build()
     assert built.get_db_hash() == official.get_db_hash()
     assert built.get_policy() == official.get_policy()
+    if domain == "retail":  # the evaluator builds two more
+        assert gold_reward(domain, "0")[0] == 1.0
 
 
 def test_records_are_copied_when_looked_at():

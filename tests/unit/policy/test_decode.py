@@ -1,37 +1,32 @@
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 
-from components.policy import decode
-from components.policy.decode import cut_spans
+from components.policy.decode import MAX_BRIDGE, cut_runs
 
 
-def cost(rows, lengths, spans):
-    for a, b in spans:
-        if rows[b - 1] - rows[a] != b - 1 - a:
-            return float("inf")  # not neighbours
-    return sum(decode.SPAN_COST + (b - a) * max(lengths[a:b]) for a, b in spans)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_spans_are_the_cheapest_cut(seed):
+@pytest.mark.parametrize("seed", range(30))
+def test_runs_cover_what_is_needed_once(seed):
     rng = random.Random(seed)
-    size = rng.randrange(1, 8)
-    rows = sorted(rng.sample(range(10), size))
-    lengths = [rng.choice([50, 900, 4000]) for _ in rows]
-    spans = cut_spans(rows, lengths)
-    assert [i for a, b in spans for i in range(a, b)] == list(range(size))
-    every = (
-        list(itertools.pairwise([0, *cuts, size]))
-        for n in range(size)
-        for cuts in itertools.combinations(range(1, size), n)
-    )
-    assert cost(rows, lengths, spans) == min(cost(rows, lengths, s) for s in every)
+    size = rng.randrange(1, 12)
+    rows = sorted(rng.sample(range(15), size))
+    needed = [rng.random() < 0.6 for _ in rows]
+    runs = cut_runs(3, rows, needed)
+    covered = [place for _, first, last, _ in runs for place in range(first, last)]
+    assert len(covered) == len(set(covered))
+    assert {p for p in range(size) if needed[p]} <= set(covered)
+    for block, first, last, row in runs:
+        assert block == 3
+        assert rows[first:last] == list(range(row, row + last - first))  # one piece of the pool
+        assert needed[first]
+        assert needed[last - 1]
+        idle = "".join("x" if n else "." for n in needed[first:last])
+        assert "." * (MAX_BRIDGE + 1) not in idle
 
 
-def test_equal_rows_stay_together():
-    assert cut_spans(range(16), [1000] * 16) == [(0, 16)]
-    assert cut_spans([0, 1, 3], [9, 9, 9]) == [(0, 2), (2, 3)]
+def test_whole_batches_are_one_run():
+    assert cut_runs(0, range(16), [True] * 16) == [(0, 0, 16, 0)]
+    # row 2 is not in the batch: its queries do not exist, so nothing may bridge it
+    assert cut_runs(0, [0, 1, 3], [True] * 3) == [(0, 0, 2, 0), (0, 2, 3, 3)]

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from components.policy import decode as decode_module
+from components.policy import cache
 from components.policy.local import LocalEngine
 from tests.unit.policy.tiny import (
     KINDS,
@@ -99,7 +99,7 @@ def talk(engine: LocalEngine, *, turns: int = 3, stop_ids=frozenset({7, 11, 13, 
 @pytest.mark.parametrize("prefill_chunk", [1024, 9])
 def test_logprobs_equal_a_plain_forward(kind, prefill_chunk, monkeypatch):
     if prefill_chunk == 9:
-        monkeypatch.setattr(decode_module, "SPAN_COST", 0)  # every batch is cut where it can be
+        monkeypatch.setattr(cache, "BLOCK", 4)  # many blocks, and runs of rows that need them
     model = tiny_model(kind)
     rollouts = talk(engine_of(model, prefill_chunk=prefill_chunk))
     assert len({len(ids) for r in rollouts for _, ids, _ in r.turns}) > 3  # they leave apart

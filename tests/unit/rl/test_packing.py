@@ -176,6 +176,15 @@ def test_siblings_stay_together():
     ]
 
 
+def test_a_rollout_goes_where_it_adds_least():
+    """To its sibling (3 more tokens), although it would fill the other row to the brim (12)."""
+    items = [item("a", [1] * 10, [9] * 19), item("b", [2] * 10, [9] * 11)]
+    items.append(item("c", [2] * 10, [9] * 3))
+    batches = pack(items, tokens_per_batch=40)
+    assert [batch.rollout_ids for batch in batches] == [("a",), ("b", "c")]
+    assert [len(batch.tokens) for batch in batches] == [28, 23]
+
+
 def test_one_domain_fills_rows_well():
     """Longest first: in depth-first order (4, 4, 6, 6) the two sixes would take a row each."""
     items = [item(f"{k}", [7] * 5, [9] * n) for k, n in enumerate((4, 4, 6, 6))]
