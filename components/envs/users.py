@@ -247,7 +247,7 @@ def make_scripted_user(
     if domain not in SCRIPTED_DOMAINS:
         raise ValueError(
             f"user='scripted' plays {', '.join(SCRIPTED_DOMAINS)}, not {domain!r}; "
-            "telecom runs without a user in solo mode, or with user='llm'"
+            "give Tau2Env a callable that makes the user of a task"
         )
     scenario = read_scenario(tau2_task.user_scenario)
     return ScriptedUser(scenario, seed=f"{domain}/{tau2_task.id}/{seed}", phrases=phrases)

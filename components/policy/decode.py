@@ -174,8 +174,9 @@ class DecodePass:
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask of the places that are hidden."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, HIDDEN)
+    return mask.masked_fill_(hidden, max(HIDDEN, torch.finfo(dtype).min / 2))
 
 
 def _groups(

@@ -9,9 +9,11 @@ Suffixes: ``B`` rollouts.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +23,7 @@ from components.models.decoder import PolicyModel
 from components.policy.cache import RolloutCache, RowPool, SharedPrefix
 from components.policy.checks import check_requests
 from components.policy.decode import DecodePass
-from components.policy.prefill import PrefillPass, Segment
+from components.policy.prefill import PackedRow, PrefillPass, Segment, pack_rows
 from components.policy.sampling import sample, uniforms
 from components.rollout.types import FinishReason, SampleRequest, SampleResult
 
@@ -38,7 +40,7 @@ class EngineStats:
     """Tokens fed back one by one."""
     decode_steps: int = 0
     prefill_time_s: float = 0.0
-    """Shared prefixes included."""
+    """Shared prefixes and the first token of each turn included."""
     decode_time_s: float = 0.0
 
 
@@ -153,8 +155,12 @@ class LocalEngine:
             max_tokens=self._max_tokens,
             vocab_size=self._model.config.vocab_size,
         )
+        # Compiled layers would be compiled anew for every shape of a cache.
+        compiler = "torch._dynamo" in sys.modules
+        stance = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
         try:
-            return self._serve(requests)
+            with stance:
+                return self._serve(requests)
         except BaseException:
             self._reset()  # what was being filled cannot be trusted
             raise
@@ -165,20 +171,23 @@ class LocalEngine:
         done: dict[int, _Turn] = {}
         decode: DecodePass | None = None
         while waiting or live:
+            began = time.perf_counter()
             room = min(self._max_batch_size - len(live), len(waiting))
             if room:
                 admitted = [self._admit(*waiting.popleft()) for _ in range(room)]
                 self._take(self._prefill(admitted), admitted)
                 live += admitted
+                self.stats.prefill_time_s += time.perf_counter() - began
+            else:
+                assert decode is not None
+                self._take(self._decode(decode, live), live)
+                self.stats.decode_time_s += time.perf_counter() - began
             if room or any(turn.finish_reason for turn in live):
                 done |= {turn.index: turn for turn in live if turn.finish_reason}
                 live = [turn for turn in live if not turn.finish_reason]
-                live.sort(key=lambda turn: turn.cache.row)
+                live.sort(key=lambda turn: turn.cache.row)  # neighbours in the pool together
                 caches = [turn.cache for turn in live]
                 decode = DecodePass(self._pool, caches, device=self._device)
-                continue  # others may come in
-            assert decode is not None
-            self._take(self._decode(decode, live), live)
         return [self._result(done[index]) for index in range(len(requests))]
 
     @property
@@ -216,83 +225,37 @@ class LocalEngine:
         shared = self._shared.get(ids)
         if shared is not None:
             return shared
-        began = time.perf_counter()
         shared = SharedPrefix(ids, num_layers=self._model.config.num_layers)
         for start in range(0, len(ids), self._prefill_chunk):
-            end = min(start + self._prefill_chunk, len(ids))
-            segment = Segment(0, end - start, shared, start, None)
-            self._forward([segment], ids[start:end], range(start, end), index=[])
+            new = list(ids[start : start + self._prefill_chunk])
+            segment = Segment(0, len(new), shared, start, None)
+            positions = list(range(start, start + len(new)))
+            self._forward(PackedRow([segment], new, positions, [], []))
         self._shared[ids] = shared
         self.stats.shared_tokens += len(ids)
-        self.stats.prefill_time_s += time.perf_counter() - began
         return shared
 
     def _prefill(self, turns: Sequence[_Turn]) -> Tensor:
         """Feed what is new of each context; logits [B, V] after the last token of each."""
-        began = time.perf_counter()
-        # Rollouts with the same prefix side by side: one product over it serves them all.
-        order = {id(turn.cache.shared): number for number, turn in enumerate(turns)}
+        contexts = [(turn.cache, turn.request.context) for turn in turns]
         logits: dict[int, Tensor] = {}
-        segments: list[Segment] = []
-        ids: list[int] = []
-        positions: list[int] = []
-        ends: list[tuple[int, int]] = []  # place in the row, index of the turn
-        for number, turn in sorted(
-            enumerate(turns), key=lambda x: (order[id(x[1].cache.shared)], x[0])
-        ):
-            cache, context = turn.cache, turn.request.context
-            del cache.ids[len(context) - 1 :]  # the last token is fed again if it was kept
-            self._pool.reserve(len(context) - cache.base)
-            while len(cache.ids) < len(context):
-                at = len(cache.ids)
-                new = context[at : at + self._prefill_chunk - len(ids)]
-                first, last = len(ids), len(ids) + len(new)
-                segments.append(Segment(first, last, cache, at - cache.base, cache.shared))
-                ids += new
-                positions += range(at, at + len(new))
-                cache.ids += new
-                if len(cache.ids) == len(context):
-                    ends.append((last - 1, number))
-                if len(ids) == self._prefill_chunk:
-                    self._flush(segments, ids, positions, ends, logits)
-        self._flush(segments, ids, positions, ends, logits)
-        self.stats.prefill_time_s += time.perf_counter() - began
-        return torch.stack([logits[number] for number in range(len(turns))])
+        for row in pack_rows(contexts, max_length=self._prefill_chunk):
+            logits |= zip(row.owners, self._forward(row), strict=True)
+            self.stats.prefill_tokens += len(row.ids)
+        return torch.stack([logits[index] for index in range(len(turns))])
 
-    def _flush(
-        self,
-        segments: list[Segment],
-        ids: list[int],
-        positions: list[int],
-        ends: list[tuple[int, int]],
-        logits: dict[int, Tensor],
-    ) -> None:
-        if ids:
-            out = self._forward(segments, ids, positions, index=[place for place, _ in ends])
-            logits |= {number: row for (_, number), row in zip(ends, out, strict=True)}
-            self.stats.prefill_tokens += len(ids)
-        for batch in (segments, ids, positions, ends):
-            batch.clear()
-
-    def _forward(
-        self,
-        segments: Sequence[Segment],
-        ids: Sequence[int],
-        positions: Sequence[int],
-        *,
-        index: Sequence[int],
-    ) -> Tensor:
-        tokens, input_pos, rows = (
-            torch.tensor(list(x), dtype=torch.long, device=self._device)
-            for x in (ids, positions, index)
+    def _forward(self, row: PackedRow) -> Tensor:
+        """Logits [M, V] of the row's ends."""
+        tokens, input_pos, index = (
+            torch.tensor(x, dtype=torch.long, device=self._device)
+            for x in (row.ids, row.positions, row.ends)
         )
         return self._model(
-            tokens[None], mask=PrefillPass(list(segments)), input_pos=input_pos[None], index=rows
+            tokens[None], mask=PrefillPass(row.segments), input_pos=input_pos[None], index=index
         )
 
     def _decode(self, decode: DecodePass, live: Sequence[_Turn]) -> Tensor:
         """Feed the last sampled token of each turn; logits [B, V] for the next."""
-        began = time.perf_counter()
         last = [turn.ids[-1] for turn in live]
         decode.begin()
         logits = self._model(
@@ -305,7 +268,6 @@ class LocalEngine:
             turn.cache.ids.append(turn.ids[-1])
         self.stats.decode_tokens += len(live)
         self.stats.decode_steps += 1
-        self.stats.decode_time_s += time.perf_counter() - began
         return logits
 
     def _take(self, logits: Tensor, turns: Sequence[_Turn]) -> None:

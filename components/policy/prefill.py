@@ -6,7 +6,7 @@ Suffixes: ``T`` packed new tokens, ``N`` query heads, ``K`` key heads, ``H`` hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,61 @@ class Segment(NamedTuple):
     """Tokens that the store already holds."""
     shared: SharedPrefix | None
     """What comes before the store's tokens."""
+
+
+class PackedRow(NamedTuple):
+    """One forward pass of new tokens."""
+
+    segments: list[Segment]
+    ids: list[int]
+    positions: list[int]
+    """Of each token in its own rollout."""
+    ends: list[int]
+    """Places of the tokens that end a context: their logits are wanted."""
+    owners: list[int]
+    """Index of the context that each of them ends."""
+
+
+def pack_rows(
+    contexts: Sequence[tuple[RolloutCache, Sequence[int]]], *, max_length: int
+) -> Iterator[PackedRow]:
+    """Cut what is new of some contexts into rows.
+
+    The ids of a row are entered into the caches when it is yielded: run it before asking for the
+    next one.
+
+    Args:
+        contexts: rollouts and all their ids so far.
+        max_length: most tokens in one row.
+
+    Yields:
+        Full rows and a last one. Rollouts with the same shared prefix stand side by side, so that
+        one product over it serves them all.
+    """
+    row = PackedRow([], [], [], [], [])
+    last_user = {id(cache.shared): index for index, (cache, _) in enumerate(contexts)}
+    order = sorted(range(len(contexts)), key=lambda i: (last_user[id(contexts[i][0].shared)], i))
+    for index in order:
+        cache, context = contexts[index]
+        del cache.ids[len(context) - 1 :]  # the last token is fed again if it was kept
+        cache.pool.reserve(len(context) - cache.base)
+        while len(cache.ids) < len(context):
+            at, first = len(cache.ids), len(row.ids)
+            new = context[at : at + max_length - first]
+            row.segments.append(
+                Segment(first, first + len(new), cache, at - cache.base, cache.shared)
+            )
+            row.ids.extend(new)
+            row.positions.extend(range(at, at + len(new)))
+            cache.ids.extend(new)
+            if len(cache.ids) == len(context):
+                row.ends.append(len(row.ids) - 1)
+                row.owners.append(index)
+            if len(row.ids) == max_length:
+                yield row
+                row = PackedRow([], [], [], [], [])
+    if row.ids:
+        yield row
 
 
 class _Call(NamedTuple):

@@ -122,7 +122,7 @@ class WorkerPool:
         self,
         orders: Sequence[tuple[str, RolloutSpec, float]],
         engine: PolicyEngine,
-        on_done: Callable[[Rollout], None],
+        on_done: Callable[[Rollout], object],
         on_round: Callable[[], None],
     ) -> list[Rollout]:
         rollouts: dict[int, Rollout] = {}

@@ -122,29 +122,40 @@ def save(
 
     Raises:
         OSError: if it cannot be written (disk full...); what was written is removed, and the
-            checkpoints before it are as they were.
+            checkpoints before it are as they were. The text says which is the last whole one.
     """
     target = output_dir / f"step_{step}"
     failure: list[str] = []
+    cause: Exception | None = None
     if world.is_main:
         try:
             _write(target, resume, save_model)
             _drop_old_resume_states(output_dir, keep_resume_states)
-        except OSError as error:
-            if world.size == 1:
-                raise
+        except (OSError, *_write_errors()) as error:
             failure = [str(error)]
+            cause = error
     failures = world.gather(failure)
     if failures:
-        raise OSError(f"rank 0 could not write {target}: {failures[0]}")
+        before = last_whole(output_dir)
+        raise OSError(
+            f"{target} could not be written: {failures[0]}. What was written of it is removed; "
+            + (f"{before.name} is whole" if before else "no checkpoint was written before")
+        ) from cause
     return target
+
+
+def _write_errors() -> tuple[type[Exception], ...]:
+    """What safetensors and torch.save raise where a write fails: neither is an OSError."""
+    from safetensors import SafetensorError
+
+    return SafetensorError, RuntimeError
 
 
 def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]) -> None:
     from safetensors.torch import save_file
 
     temporary = target.with_name(target.name + ".tmp")
-    remove_tree(temporary)
+    _remove_leftovers(target)
     try:
         save_model(temporary)
         folder = temporary / "resume"
@@ -159,13 +170,20 @@ def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]
         for path in files:
             _flush(path)
         write_text(temporary / MANIFEST, json.dumps(sizes, indent=2) + "\n")
+        _flush(folder)
         _flush(temporary)
         remove_tree(target)
         temporary.rename(target)
         _flush(target.parent)
     except BaseException:
-        remove_tree(temporary)
+        _remove_leftovers(target)
         raise
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Half a checkpoint, and what ``save_model`` may have written beside it."""
+    for path in target.parent.glob(f"{target.name}.tmp*"):
+        remove_tree(path)
 
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -192,7 +210,9 @@ def _steps(output_dir: Path) -> list[tuple[int, Path]]:
 def _drop_old_resume_states(output_dir: Path, keep: int) -> None:
     if keep <= 0:
         return
-    for _, path in _steps(output_dir)[keep:]:
+    # A torn checkpoint counts for nothing: it must not push out the resume state of a whole one.
+    whole = [path for _, path in _steps(output_dir) if is_whole(path)]
+    for path in whole[keep:]:
         if (path / "resume").exists():
             # The manifest goes first: without it the directory is no longer one to resume from.
             (path / MANIFEST).unlink(missing_ok=True)
@@ -202,9 +222,10 @@ def _drop_old_resume_states(output_dir: Path, keep: int) -> None:
 def is_whole(path: Path) -> bool:
     """Whether every file that the checkpoint's manifest lists is there at full size."""
     manifest = path / MANIFEST
-    if not manifest.exists():
+    try:
+        sizes = json.loads(manifest.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return False
-    sizes = json.loads(manifest.read_text())
     return all((path / n).is_file() and (path / n).stat().st_size == s for n, s in sizes.items())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import resource
 import sys
@@ -138,6 +137,8 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str
     )
     parts = [f"step {step:>3}/{num_steps}"]
     for label, name, form in columns:
-        value = metrics.get(name, math.nan)
-        parts.append(f"{label} {value:{form}}")
+        # What a step did not compute is a dash, so that "nan" is always a number gone wrong.
+        width = int(form.partition(".")[0])
+        text = f"{metrics[name]:{form}}" if name in metrics else "-".rjust(width)
+        parts.append(f"{label} {text}")
     return "  ".join(parts)

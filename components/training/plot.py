@@ -60,7 +60,8 @@ def plot_run(output_dir: Path) -> Path | None:
     _lines(length, steps, _LENGTHS)
     length.set(title="Length (tokens, mean over rollouts)", xlabel="step", ylim=(0, None))
     length.legend()
-    phases = [name for name in steps[-1] if name.startswith("time/") and name != "time/step_s"]
+    timed = dict.fromkeys(name for row in steps for name in row if name.startswith("time/"))
+    phases = [name for name in timed if name != "time/step_s"]
     bottom = [0.0] * len(steps)
     for phase in phases:
         heights = [row.get(phase, 0.0) for row in steps]

@@ -34,7 +34,7 @@ def claim(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
     if path.exists() and not path.is_dir():
         raise ValueError(f"output_dir: {path} is a file, not a directory")
     if marker.exists():
-        there = json.loads(marker.read_text())["recipe"]
+        there = _recipe_of(marker)
         if not resume:
             raise ValueError(
                 f"output_dir: {path} already holds a run of {there}. Give another output_dir, "
@@ -56,6 +56,15 @@ def claim(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
     if not marker.exists():
         write_text(marker, json.dumps({"recipe": recipe}) + "\n")
     return path
+
+
+def _recipe_of(marker: Path) -> str:
+    try:
+        return json.loads(marker.read_text(encoding="utf-8"))["recipe"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"output_dir: {marker} was not written by a run of ours; give another output_dir"
+        ) from error
 
 
 def claim_together(output_dir: str | Path, world: World, *, resume: bool, recipe: str) -> Path:

@@ -157,7 +157,7 @@ def _write_cache(path: Path, weights: dict[str, torch.Tensor], cache_key: Any) -
     try:
         save_file({n: w.cpu().contiguous() for n, w in weights.items()}, temporary)
         temporary.replace(path)
-    except OSError:
+    except BaseException:  # safetensors has an error of its own for a full disk
         temporary.unlink(missing_ok=True)
         raise
     write_text(path.with_suffix(".json"), json.dumps(cache_key, indent=2, default=str) + "\n")

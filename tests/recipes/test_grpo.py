@@ -1,0 +1,395 @@
+"""The GRPO recipe, run by the real command on a tiny random model."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.models.smollm2 import smollm2
+from components.rollout.recorder import read_rollouts
+from components.rollout.types import Author
+from components.training import checkpoint
+from components.training.metrics import read_metrics
+from tests.recipes.runs import (
+    ROOT,
+    arguments,
+    assert_no_orphans,
+    kill_group,
+    played,
+    rows,
+    steps,
+    wait_for,
+    without_timings,
+)
+
+pytestmark = pytest.mark.model
+
+NUMBER = r" +(-?\d+\.\d+|\d+|-)"
+STEP = re.compile(
+    rf"step +(\d+)/4  reward{NUMBER}  official{NUMBER}  strict{NUMBER}  loss{NUMBER}  kl{NUMBER}  "
+    rf"gnorm{NUMBER}  calls{NUMBER}  errors{NUMBER}  tok{NUMBER}  s{NUMBER}"
+)
+WARM_START = re.compile(
+    r"warm start: \d+ demonstrations of training tasks, \d+ to \d+ tokens.*"
+    r"|warm start +\d+/\d+  loss +\d+\.\d+  gnorm +\d+\.\d+"
+    r"|warm start: loaded .+\.safetensors"
+)
+EVALUATION = re.compile(r"eval +(\d+)/4(  [a-z^_0-9]+ \d+\.\d+)+")
+NOTHING_LEARNT = "nothing to learn from in this step and the weights did not change"
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(left, right):
+    left, right = weights(left), weights(right)
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+# ---- killed and resumed
+
+
+def test_a_killed_run_goes_on_as_if_it_had_never_stopped(straight, resumed):
+    assert "step_2" in resumed.at_kill
+    assert "step_4" not in resumed.at_kill
+    assert "resuming from step_2" in resumed.done.stdout
+    assert STEP.findall(resumed.done.stdout)[0][0] == "3"
+    left, right = rows(straight.output_dir), rows(resumed.output_dir)
+    assert [row["step"] for row in left] == [row["step"] for row in right]
+    for a, b in zip(left, right, strict=True):
+        assert without_timings(a) == without_timings(b)  # losses, rewards, lengths: every bit
+    assert played(straight.output_dir) == played(resumed.output_dir)  # order, ids, log-probs
+
+
+def test_its_weights_and_optimizer_state_are_the_same_bytes(straight, resumed):
+    for name in ("model.safetensors", "resume/weights.safetensors", "resume/reference.safetensors"):
+        left = (straight.output_dir / "step_4" / name).read_bytes()
+        assert left == (resumed.output_dir / "step_4" / name).read_bytes(), name
+    left = checkpoint.load(straight.output_dir / "step_4")
+    right = checkpoint.load(resumed.output_dir / "step_4")
+    assert left.state == right.state
+    assert left.optimizer["param_groups"] == right.optimizer["param_groups"]
+    for index, entry in left.optimizer["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(value, right.optimizer["state"][index][key])
+    assert len(left.optimizer["state"]) == len(left.weights)
+
+
+def test_a_torn_checkpoint_is_said_and_the_one_before_is_used(tune, straight, tmp_path):
+    output_dir = tmp_path / "run"
+    shutil.copytree(straight.output_dir, output_dir)
+    state = straight.output_dir / "step_4/resume"
+    shutil.copytree(state, output_dir / "step_5/resume")  # no manifest: torn
+    (output_dir / "step_6.tmp").mkdir()
+    done = tune.train(output_dir, resume="true", num_steps=4)
+    assert "step_5 is not whole: ignored" in done.stderr
+    assert "step_6.tmp was being written when the run stopped: ignored" in done.stderr
+    assert "resuming from step_4" in done.stdout
+    assert rows(output_dir) == rows(straight.output_dir)  # all four steps are done
+
+
+# ---- Ctrl-C
+
+
+@pytest.fixture(scope="module")
+def interrupted(tune, tmp_path_factory):
+    """Ctrl-C in a terminal: SIGINT to the whole process group, while step 2 is played."""
+    output_dir = tmp_path_factory.mktemp("interrupted") / "run"
+    keys = {"model_dir": tune.model_dir, "output_dir": output_dir, "eval": "null", "save_every": 50}
+    process = tune.start(*arguments(**keys, num_steps=50))
+    try:
+        wait_for(lambda: 1 in steps(output_dir), process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert_no_orphans(process)
+    finally:
+        kill_group(process)
+    return process.returncode, out, err, output_dir
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(interrupted):
+    code, out, err, output_dir = interrupted
+    (last,) = {max(steps(output_dir))}
+    assert f"stopped after step {last}; go on with resume=true" in out
+    assert code in (0, 130)
+    assert "Traceback" not in err
+    found = checkpoint.last_whole(output_dir)
+    assert found == output_dir / f"step_{last}"
+    assert checkpoint.load(found).state["step"] == last
+    recorded = {record.step for record in read_rollouts(output_dir / "rollouts.jsonl")}
+    assert recorded == set(range(1, last + 1))
+    assert (output_dir / "run.png").is_file()
+
+
+# ---- what a run writes and prints
+
+
+def test_console_has_one_line_for_each_step_and_no_banners(straight):
+    assert straight.done.stderr == ""
+    lines = straight.done.stdout.splitlines()
+    found = [match[1] for line in lines if (match := STEP.fullmatch(line))]
+    assert found == ["1", "2", "3", "4"]
+    evaluated = [match[1] for line in lines if (match := EVALUATION.fullmatch(line))]
+    assert evaluated == ["0", "2", "4"]
+    odd = [
+        line
+        for line in lines
+        if not any(p.fullmatch(line) for p in (STEP, WARM_START, EVALUATION))
+        and NOTHING_LEARNT not in line
+    ]
+    assert odd == []
+
+
+def documented():
+    """Metrics that recipes/grpo_agentic.md has a row for."""
+    text = (ROOT / "recipes/grpo_agentic.md").read_text().partition("## Metrics")[2]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    names = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    groups = {name.partition("/")[0] for name in names}
+    return names, groups
+
+
+def test_metrics_are_those_of_the_documentation(straight):
+    names, _ = documented()
+    free = [re.compile(name.replace("*", ".+")) for name in names if "*" in name]
+    by_step = [row for row in rows(straight.output_dir) if "time/step_s" in row]
+    assert [row["step"] for row in by_step] == [1, 2, 3, 4]
+    for row in by_step:
+        missing = [
+            name
+            for name in names - row.keys()
+            if "*" not in name
+            # components of the benchmark's checker, which this run replaces
+            and not re.match(r"reward/(writes|reads|db)_mean|eval/", name)
+        ]
+        assert missing == []
+        # the breakdown's components are the checker's own
+        undocumented = [
+            name
+            for name in row.keys() - names - {"step", "policy/logprob_gain_positive"}
+            if not any(pattern.fullmatch(name) for pattern in free)
+        ]
+        assert undocumented == []
+
+
+def test_csv_holds_what_jsonl_holds(straight):
+    with (straight.output_dir / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    found = read_metrics(straight.output_dir / "metrics.jsonl")
+    assert len(table) == len(found)
+    for cells, row in zip(table, found, strict=True):
+        assert {k: float(v) for k, v in cells.items() if v} == row
+
+
+def test_the_policy_moves_where_rewards_differ(straight):
+    before = weights(straight.output_dir / "step_2")
+    after = weights(straight.output_dir / "step_4")
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    for row in rows(straight.output_dir):
+        if row.get("pack/trained_tokens"):
+            assert row["policy/logprob_gain"] > 0
+            assert row["mismatch/kl"] < 1e-6  # one module samples and trains
+            assert row["train/grad_norm"] > 0
+            assert row["pack/saving"] < 1
+    first = next(row for row in rows(straight.output_dir) if row.get("pack/trained_tokens"))
+    assert first["loss/kl"] == 0  # the reference is the policy itself
+    assert len([row for row in rows(straight.output_dir) if row.get("pack/trained_tokens")]) >= 2
+
+
+def test_rollouts_are_recorded_whole(straight):
+    records = list(read_rollouts(straight.output_dir / "rollouts.jsonl"))
+    ids = [record.rollout.spec.rollout_id for record in records]
+    assert len(set(ids)) == len(ids) == 4 * 2 * 3 + 3
+    assert [record.step for record in records] == sorted(record.step for record in records)
+    by_row = {row["step"]: row for row in rows(straight.output_dir) if "time/step_s" in row}
+    for step, row in by_row.items():
+        trained = [
+            record.rollout
+            for record in records
+            if record.rollout.spec.rollout_id.startswith(f"train/{step}/")
+        ]
+        assert len(trained) == 6
+        rewards = [rollout.reward for rollout in trained]
+        assert sum(rewards) / 6 == pytest.approx(row["reward/mean"])
+        assert len({rollout.spec.seed for rollout in trained}) == 6
+        assert len({rollout.spec.env_seed for rollout in trained}) == 2
+        # sampled by the policy of the step before
+        assert {r.policy_version for r in records if r.rollout in trained} == {step - 1}
+
+
+def test_tasks_come_in_another_order_each_epoch_and_none_is_official(straight):
+    tasks = [
+        record.rollout.spec.task_id
+        for record in read_rollouts(straight.output_dir / "rollouts.jsonl")
+        if record.rollout.spec.rollout_id.startswith("train/")
+    ]
+    assert len(dict.fromkeys(tasks)) == 8
+    assert not [task for task in tasks if task == "create_task_1"]
+
+
+def test_configuration_and_versions_are_written(straight):
+    from omegaconf import OmegaConf
+
+    cfg = OmegaConf.load(straight.output_dir / "config.yaml")
+    assert cfg.rollout.group_size == 3
+    assert cfg.optimizer._component_ == "torch.optim.AdamW"
+    assert cfg.keep_resume_states == 1  # a default that the config leaves out
+    versions = json.loads((straight.output_dir / "versions.json").read_text())
+    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"]
+    assert versions["torchtune"] == "0.6.1"
+    assert json.loads((straight.output_dir / "run.json").read_text()) == {"recipe": "grpo_agentic"}
+
+
+def test_the_picture_is_a_picture(straight):
+    from PIL import Image
+
+    with Image.open(straight.output_dir / "run.png") as image:
+        image.verify()
+        assert image.format == "PNG"
+        assert min(image.size) > 400
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_saved_directories_load_in_transformers(straight, step):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = straight.output_dir / f"step_{step}"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer("Please create a task.<|im_end|>").input_ids])
+    ours = smollm2(folder, dtype=torch.float32)
+    if step == 4:  # what is written is what was trained
+        trained = checkpoint.load(folder).weights
+        assert trained.keys() == dict(ours.named_parameters()).keys()
+        assert all(torch.equal(p, trained[name]) for name, p in ours.named_parameters())
+    from components.attention.plan import MaskPlan
+
+    with torch.no_grad():
+        expected = theirs(ids).logits[0]
+        length = ids.shape[1]
+        found = ours(ids, mask=MaskPlan.causal(length), input_pos=torch.arange(length)[None])
+    assert torch.allclose(found.reshape(expected.shape), expected, atol=1e-4)
+
+
+def test_only_the_newest_checkpoint_keeps_what_resuming_needs(straight):
+    assert checkpoint.is_whole(straight.output_dir / "step_4")
+    assert not (straight.output_dir / "step_2/resume").exists()
+    assert not list(straight.output_dir.glob("*.tmp"))
+
+
+# ---- other ways to run
+
+
+@pytest.fixture(scope="module")
+def copied(tune, tmp_path_factory):
+    """Recipe and config copied into a user's directory and run there; all rewards are equal."""
+    here = tmp_path_factory.mktemp("user")
+    tune.run("cp", "grpo_agentic", "my/recipe.py", "--make-parents", cwd=here)
+    tune.run("cp", "mock", "my/mock.yaml", cwd=here)
+    done = tune.train(
+        "runs/mine",
+        recipe="my/recipe.py",
+        config="my/mock.yaml",
+        cwd=here,
+        num_steps=1,
+        save_every=1,
+        checker="tests.recipes.checkers.Constant",
+        warm_start__num_steps=0,
+        eval="null",
+    )
+    return here, done
+
+
+def test_copies_run_from_a_users_directory(copied):
+    here, done = copied
+    assert (here / "my/recipe.py").read_text() == (ROOT / "recipes/grpo_agentic.py").read_text()
+    assert steps(here / "runs/mine") == [1]
+    assert checkpoint.is_whole(here / "runs/mine/step_1")
+    assert done.stderr == ""
+
+
+def test_a_run_without_variance_says_so_and_changes_nothing(copied, tune):
+    here, done = copied
+    (row,) = rows(here / "runs/mine")
+    assert row["group/zero_std_frac"] == 1
+    assert row["pack/trained_tokens"] == 0
+    assert NOTHING_LEARNT in " ".join(done.stdout.split())
+    assert "nan" not in done.stdout
+    assert same_weights(here / "runs/mine/step_1", tune.model_dir)
+
+
+def test_lora_in_bf16_trains_adapters_and_saves_a_merged_model(tune, tmp_path):
+    done = tune.train(
+        tmp_path / "run",
+        num_steps=1,
+        save_every=1,
+        dtype="bf16",
+        eval="null",
+        warm_start__num_steps=0,
+        model="components.models.smollm2.lora_smollm2",
+        model__lora_rank=4,
+        model__lora_alpha=8,
+        model__lora_modules="[q_proj, v_proj]",
+        optimizer__lr=0.01,
+    )
+    assert done.stderr == ""
+    (row,) = rows(tmp_path / "run")
+    assert row["policy/logprob_gain"] > 0
+    folder = tmp_path / "run/step_1"
+    trained = checkpoint.load(folder).weights
+    assert {name.split(".")[-2] for name in trained} == {"lora_a", "lora_b"}
+    assert len(trained) == 2 * 2 * 2
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype == torch.bfloat16
+    before, after = weights(tune.model_dir), theirs.state_dict()
+    moved = {
+        name for name in before if not torch.equal(before[name].to(torch.bfloat16), after[name])
+    }
+    assert moved == {
+        f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 1) for name in ("q_proj", "v_proj")
+    }
+
+
+def test_two_ranks_write_one_set_of_outputs(tune, tmp_path):
+    done = tune.train(
+        tmp_path / "run",
+        launcher=["--nproc_per_node", "2"],
+        num_steps=1,
+        save_every=1,
+        eval="null",
+        warm_start__num_steps=0,
+        rollout__num_workers=2,
+    )
+    assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == 1
+    (row,) = rows(tmp_path / "run")
+    assert row["policy/logprob_gain"] > 0
+    assert row["mismatch/kl"] < 1e-6  # the engine's copy has the weights of the shards
+    records = list(read_rollouts(tmp_path / "run/rollouts.jsonl"))
+    assert {(r.rollout.spec.group, r.rollout.spec.member) for r in records} == {
+        (group, member) for group in (0, 1) for member in (0, 1, 2)
+    }
+    folder = tmp_path / "run/step_1"
+    assert checkpoint.is_whole(folder)
+    ours = smollm2(folder, dtype=torch.float32)
+    trained = checkpoint.load(folder).weights
+    assert all(torch.equal(p, trained[name]) for name, p in ours.named_parameters())
+    assert not same_weights(folder, tune.model_dir)
+
+
+def test_authors_are_counted_as_the_engine_sampled(straight):
+    """stats of a recorded rollout agree with its turns."""
+    for record in read_rollouts(straight.output_dir / "rollouts.jsonl"):
+        rollout = record.rollout
+        assert rollout.stats["turns"] == len(rollout.turns)
+        assert rollout.stats["sampled_tokens"] == sum(end - start for start, end in rollout.turns)
+    assert Author.ASSISTANT == 4
