@@ -27,7 +27,6 @@ from components.rollout.workers import WorkerPool, worker_pool
 from components.training import run_dir
 from components.training.config import (
     Component,
-    ConfigError,
     Float,
     Int,
     ListOf,
@@ -35,6 +34,7 @@ from components.training.config import (
     Str,
     as_dict,
     as_partial,
+    config_errors,
     instantiate,
     parse,
 )
@@ -174,11 +174,10 @@ def recipe_main(cfg: DictConfig) -> None:
     """Evaluate a checkpoint on a task split."""
     recipe = EvalAgentic(cfg)
     try:
-        try:
+        with config_errors():
             recipe.setup()
-        except (ValueError, FileNotFoundError) as error:
-            raise ConfigError(str(error)) from error
-        recipe.evaluate()
+        with run_dir.disk_errors(recipe.output_dir):
+            recipe.evaluate()
     finally:
         recipe.cleanup()
 

@@ -29,21 +29,20 @@ from components.data.dataset import task_loader
 from components.envs.base import Task
 from components.models.paths import model_dir
 from components.models.weights import save_hf
-from components.rl.advantages import group_advantages
 from components.rl.forward import packed_logprobs
+from components.rl.groups import trained_items
 from components.rl.losses import mismatch, truncated_importance_weights
 from components.rl.packing import PackedBatch, PackItem, empty_batch, pack, pack_stats
-from components.rollout.evaluation import evaluation_metrics
+from components.rollout.evaluation import evaluation_line, evaluation_metrics
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
-from components.rollout.stats import by_group, rollout_metrics
+from components.rollout.stats import rollout_metrics, sampled_tokens
 from components.rollout.types import Rollout
 from components.rollout.workers import WorkerPool, worker_pool
 from components.training import checkpoint, run_dir
 from components.training.config import (
     Bool,
     Component,
-    ConfigError,
     Float,
     Int,
     ListOf,
@@ -52,13 +51,14 @@ from components.training.config import (
     Str,
     as_dict,
     as_partial,
+    at_most,
+    config_errors,
     instantiate,
     parse,
 )
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
 from components.training.parallelize import (
     clip_grad_norm,
-    full_tensor,
     init_world,
     leave_world,
     refresh,
@@ -67,9 +67,15 @@ from components.training.parallelize import (
 from components.training.plot import plot_run
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
+from components.training.run_dir import disk_errors
 from components.training.stop import StopRequested, StopSignal
 from components.training.supervised import SupervisedSettings
-from components.training.update import UpdateTotals, check_finite, logprob_gain
+from components.training.update import (
+    UpdateTotals,
+    check_finite,
+    group_metrics,
+    logprob_gain,
+)
 from components.training.warm_start import demonstrate_tasks, warm_start
 
 SCHEMA = {
@@ -121,6 +127,7 @@ SCHEMA = {
     "eval": Section(
         {
             "dataset": Component(),
+            "before": Bool(default=False),
             "every": Int(min=1),
             "num_trials": Int(min=1),
             "temperature": Float(min=0),
@@ -138,22 +145,10 @@ WARM_START_KEYS = (
 
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
-    problems = []
-    if cfg.tokens_per_batch < cfg.rollout.max_tokens:
-        problems.append(
-            f"tokens_per_batch = {cfg.tokens_per_batch}: must be at least rollout.max_tokens = "
-            f"{cfg.rollout.max_tokens}, or a long rollout would fit no row"
-        )
-    if cfg.rollout.max_turn_tokens > cfg.rollout.max_tokens:
-        problems.append(
-            f"rollout.max_turn_tokens = {cfg.rollout.max_turn_tokens}: must be at most "
-            f"rollout.max_tokens = {cfg.rollout.max_tokens}"
-        )
-    if cfg.warm_start.num_steps and cfg.warm_start.max_tokens > cfg.tokens_per_batch:
-        problems.append(
-            f"warm_start.max_tokens = {cfg.warm_start.max_tokens}: must be at most "
-            f"tokens_per_batch = {cfg.tokens_per_batch}"
-        )
+    problems = at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
+    problems += at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
+    if cfg.warm_start.num_steps:
+        problems += at_most(cfg, "warm_start.max_tokens", "tokens_per_batch")
     return problems
 
 
@@ -182,8 +177,13 @@ class GRPOAgentic:
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
         self.loss = instantiate(cfg.loss)
         self.output_dir = run_dir.claim_together(
-            cfg.output_dir, self.world, resume=cfg.resume, recipe="grpo_agentic"
+            cfg.output_dir,
+            self.world,
+            resume=cfg.resume,
+            recipe="grpo_agentic",
+            config_yaml=OmegaConf.to_yaml(cfg),
         )
+        self.stop.install()
         self.pool = worker_pool(
             make_env=as_partial(cfg.env, checker=instantiate(cfg.checker)),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(self.source_dir)),
@@ -285,26 +285,25 @@ class GRPOAgentic:
     def train(self) -> None:
         """Run to ``num_steps``, saving as it goes; Ctrl-C stops cleanly with a checkpoint."""
         cfg = self.cfg
-        self.stop.install()
-        if self.step == 0 and self.eval_dataset is not None:
-            self._evaluate()
         tasks = iter(self.loader)
         loader_state = self.loader.state_dict()
-        while self.step < cfg.num_steps:
-            try:
-                self._step(next(tasks))
-            except StopRequested:
-                # Given up before its optimizer step: the state is that of the step before.
-                self._save(loader_state)
-                self._say(f"stopped after step {self.step}; go on with resume=true")
-                return
-            loader_state = self.loader.state_dict()
-            if self.eval_dataset is not None and (
-                self.step % cfg.eval.every == 0 or self.step == cfg.num_steps
-            ):
+        try:
+            if self.step == 0 and cfg.eval and cfg.eval.before:
                 self._evaluate()
-            if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
-                self._save(loader_state)
+            while self.step < cfg.num_steps:
+                self._step(next(tasks))
+                loader_state = self.loader.state_dict()
+                last = self.step == cfg.num_steps
+                if cfg.eval and (last or self.step % cfg.eval.every == 0):
+                    self._evaluate()
+                if last or self.step % cfg.save_every == 0:
+                    self._save(loader_state)
+        except StopRequested:
+            # A step under way was given up before its optimizer step.
+            self._save(loader_state)
+            self._say(f"stopped after step {self.step}; go on with resume=true")
+        if self.world.is_main:
+            plot_run(self.output_dir)
 
     def _step(self, tasks: Sequence[Task]) -> None:
         cfg, start, timer = self.cfg, time.perf_counter(), Timer()
@@ -312,38 +311,27 @@ class GRPOAgentic:
             rollouts = self._play(
                 tasks, cfg.rollout.group_size, f"train/{self.step + 1}", cfg.rollout.temperature
             )
-        groups = by_group(rollouts)
-        advantages = group_advantages(
-            [[r.reward for r in group] for group in groups],
-            normalize_std=cfg.advantages.normalize_std,
-            eps=cfg.advantages.eps,
+        items, advantages = trained_items(
+            rollouts, normalize_std=cfg.advantages.normalize_std, eps=cfg.advantages.eps
         )
-        items = [
-            PackItem(tokens=rollout.tokens, advantage=advantage, key=rollout.spec.rollout_id)
-            for group, row, kept in zip(groups, advantages.values, advantages.kept, strict=True)
-            for rollout, advantage in zip(group, row, strict=True)
-            if kept and advantage is not None
-        ]
-        update = self._update(items, timer)
+        with timer("update"):
+            update, probe = self._update(items)
         self.step += 1
+        if probe is not None and cfg.probe_update:
+            with timer("probe"), torch.no_grad():
+                batch, plan, old = probe
+                update |= logprob_gain(self._logprobs(batch, plan)[0], old, batch, self.world)
         with timer("sync"):
             self._sync_engine()
         everyone = self.world.gather(rollouts)
-        dropped = self.world.sum(
-            [len(groups), advantages.num_no_variance, advantages.num_too_small]
-        )
-        timer.seconds["step"] = time.perf_counter() - start
-        sampled = sum(r.stats["sampled_tokens"] for r in everyone)
         metrics = {
             **rollout_metrics(everyone),
-            "group/zero_std_frac": dropped[1] / dropped[0],
-            "group/too_small_frac": dropped[2] / dropped[0],
+            **group_metrics(advantages, self.world),
             **update,
-            "perf/sampled_tokens_per_s": sampled / timer.seconds["rollout"],
-            "perf/trained_tokens_per_s": update["pack/trained_tokens"]
-            / timer.seconds.get("update", 1.0),
+            **timer.metrics(since=start),
+            "perf/sampled_tokens_per_s": sampled_tokens(everyone) / timer.seconds["rollout"],
+            "perf/trained_tokens_per_s": update["pack/trained_tokens"] / timer.seconds["update"],
             "mem/peak_gib": self.world.max([peak_gib(self.world.device)])[0],
-            **timer.metrics(),
         }
         if self.metrics is not None and self.recorder is not None:
             self.recorder.write(self.step, everyone)
@@ -382,8 +370,13 @@ class GRPOAgentic:
                 on_round=self.stop.check if world.size == 1 else None,
             )
 
-    def _update(self, items: Sequence[PackItem], timer: Timer) -> dict[str, float]:
-        """One optimizer step over all ranks' rollouts; returns metrics."""
+    def _update(self, items: Sequence[PackItem]) -> tuple[dict[str, float], tuple | None]:
+        """One optimizer step over all ranks' rollouts.
+
+        Returns:
+            Metrics; the first row, its mask plan and its log-probabilities before the step, or
+            None when there was nothing to train.
+        """
         cfg, world = self.cfg, self.world
         batches = pack(items, tokens_per_batch=cfg.tokens_per_batch)
         num_batches = int(world.max([len(batches)])[0])
@@ -399,47 +392,40 @@ class GRPOAgentic:
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         if trained == 0:
-            return metrics
+            return metrics, None
         batches = [batch.to(world.device) for batch in batches]
         plans = [MaskPlan.from_tree(batch.tree) for batch in batches]
         totals = UpdateTotals()
-        old_logprobs = []
-        with timer("update"):
-            for batch, plan in zip(batches, plans, strict=True):
-                self._stop_together()
-                reference = self._reference_logprobs(batch, plan)
-                logprobs, entropy = self._logprobs(batch, plan)
-                old = logprobs.detach()
-                weights = None
-                if cfg.importance_cap is not None:
-                    weights = truncated_importance_weights(
-                        old, batch.generator_logprobs, cap=cfg.importance_cap
-                    )
-                out = self.loss(
-                    logprobs,
-                    old_logprobs=old,
-                    advantages=batch.advantages,
-                    denominator=trained,
-                    ref_logprobs=reference,
-                    is_weights=weights,
+        first = None
+        for batch, plan in zip(batches, plans, strict=True):
+            self._stop_together()
+            reference = self._reference_logprobs(batch, plan)
+            logprobs, entropy = self._logprobs(batch, plan)
+            old = logprobs.detach()
+            first = first or (batch, plan, old)
+            weights = None
+            if cfg.importance_cap is not None:
+                weights = truncated_importance_weights(
+                    old, batch.generator_logprobs, cap=cfg.importance_cap
                 )
-                # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
-                (out.loss * world.size).backward()
-                totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
-                old_logprobs.append(old)
-            metrics |= totals.metrics(world)
-            metrics["train/grad_norm"] = clip_grad_norm(
-                self.masters.parameters(), cfg.max_grad_norm
+            out = self.loss(
+                logprobs,
+                old_logprobs=old,
+                advantages=batch.advantages,
+                denominator=trained,
+                ref_logprobs=reference,
+                is_weights=weights,
             )
-            check_finite(metrics, batches, output_dir=self.output_dir, step=self.step + 1)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.masters.publish()
-        if cfg.probe_update:
-            with timer("probe"), torch.no_grad():
-                new = [self._logprobs(batches[0], plans[0])[0]]
-                metrics |= logprob_gain(new, old_logprobs, batches, world)
-        return metrics
+            # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
+            (out.loss * world.size).backward()
+            totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
+        metrics |= totals.metrics(world)
+        metrics["train/grad_norm"] = clip_grad_norm(self.masters.parameters(), cfg.max_grad_norm)
+        check_finite(metrics, batches, output_dir=self.output_dir, step=self.step + 1)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.masters.publish()
+        return metrics, first
 
     def _logprobs(self, batch: PackedBatch, plan: MaskPlan):
         return packed_logprobs(
@@ -475,10 +461,7 @@ class GRPOAgentic:
         if self.metrics is not None and self.recorder is not None:
             self.recorder.write(self.step, rollouts)
             self.metrics.log(self.step, metrics)
-        self._say(
-            f"eval {self.step:>3}/{cfg.num_steps}  "
-            + "  ".join(f"{name.removeprefix('eval/')} {v:.3f}" for name, v in metrics.items())
-        )
+        self._say(evaluation_line(self.step, cfg.num_steps, metrics))
 
     # ---- checkpoints -------------------------------------------------------------------------
 
@@ -486,18 +469,11 @@ class GRPOAgentic:
         """Write ``step_N`` (collective); nothing is lost if that fails half-way."""
         if self.saved_step == self.step:
             return
-        weights = {n: full_tensor(p.detach()) for n, p in self.masters.named_parameters()}
-        reference = {} if self.reference is None else self.reference.full_state()
-        resume = checkpoint.ResumeState(
-            weights=weights,
-            optimizer=checkpoint.full_optimizer_state(self.optimizer),
-            reference=reference,
-            state={"step": self.step, "loader": loader_state, "seed": self.cfg.seed},
-        )
+        state = {"step": self.step, "loader": loader_state, "seed": self.cfg.seed}
         checkpoint.save(
             self.output_dir,
             self.step,
-            resume,
+            checkpoint.gather(self.masters, self.optimizer, self.reference, state),
             save_model=lambda path: save_hf(self.engine_model, path, self.source_dir),
             world=self.world,
             keep_resume_states=self.cfg.keep_resume_states,
@@ -506,28 +482,20 @@ class GRPOAgentic:
 
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint as if the run had never stopped."""
-        resume = checkpoint.load(path)
-        if resume.state["seed"] != self.cfg.seed:
-            raise ValueError(
-                f"seed: {self.cfg.seed}, but {path} was made with {resume.state['seed']}"
-            )
-        checkpoint.load_weights(self.masters.named_parameters(), resume.weights)
-        checkpoint.load_optimizer_state(self.optimizer, resume.optimizer)
-        if self.reference is not None:
-            self.reference.load_full_state(resume.reference)
-        self.masters.publish()
-        self.loader.load_state_dict(resume.state["loader"])
-        self.step = self.saved_step = resume.state["step"]
+        state = checkpoint.restore(
+            path, self.masters, self.optimizer, self.reference, seed=self.cfg.seed
+        )
+        self.loader.load_state_dict(state["loader"])
+        self.step = self.saved_step = state["step"]
         self._say(f"resuming from {path.name}")
 
     def cleanup(self) -> None:
-        """Stop the workers and draw the run's picture."""
+        """Stop the workers and close what is open."""
         if self.pool is not None:
             self.pool.close()
         if self.metrics is not None and self.recorder is not None:
             self.metrics.close()
             self.recorder.close()
-            plot_run(self.output_dir)
         leave_world(self.world)
 
 
@@ -536,11 +504,12 @@ def recipe_main(cfg: DictConfig) -> None:
     """Train a policy with GRPO on an agentic environment."""
     recipe = GRPOAgentic(cfg)
     try:
-        try:
+        with config_errors():
             recipe.setup()
-        except (ValueError, FileNotFoundError) as error:
-            raise ConfigError(str(error)) from error
-        recipe.train()
+        with disk_errors(recipe.output_dir):
+            recipe.train()
+    except StopRequested:
+        print("stopped before the first step: there is nothing to save yet")
     finally:
         recipe.cleanup()
 

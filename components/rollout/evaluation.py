@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import fmean
 
@@ -33,6 +33,12 @@ def by_task(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 def official_reward(rollout: Rollout) -> float:
     """The official reward; a failed rollout stays in the denominator as 0."""
     return float(rollout.reward_breakdown.get("official", 0.0)) if rollout.valid else 0.0
+
+
+def evaluation_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+    """One line for the console."""
+    values = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in metrics.items())
+    return f"eval {step:>3}/{num_steps}  {values}"
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[str, float]:

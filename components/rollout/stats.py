@@ -8,14 +8,6 @@ from statistics import fmean
 from components.rollout.types import Rollout
 
 
-def by_group(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The rollouts of each task, groups in their order of appearance."""
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.spec.group, []).append(rollout)
-    return list(groups.values())
-
-
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards, lengths, ends and errors of some rollouts.
 
@@ -47,7 +39,12 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/turns": turns / len(valid),
         "rollout/tool_calls": calls / len(valid),
         "rollout/tokens": fmean(len(r.tokens) for r in valid),
-        "rollout/sampled_tokens": fmean(r.stats["sampled_tokens"] for r in valid),
+        "rollout/sampled_tokens": sampled_tokens(valid) / len(valid),
         "tool/error_frac": sum(r.stats["tool_errors"] for r in valid) / max(calls, 1),
         "tool/parse_error_frac": sum(r.stats["parse_errors"] for r in valid) / max(turns, 1),
     }
+
+
+def sampled_tokens(rollouts: Sequence[Rollout]) -> float:
+    """Tokens that the policy sampled, over all rollouts."""
+    return sum(r.stats.get("sampled_tokens", 0) for r in rollouts)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from components.training.parallelize import World, full_tensor, shard_like
+from components.training.precision import MasterWeights
+from components.training.reference import ReferencePolicy
 from components.training.run_dir import remove_tree, write_text
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,48 @@ class ResumeState:
     """The reference policy's weights; empty without one."""
     state: dict[str, Any]
     """JSON: step, loader state, lr schedule, and what the recipe adds."""
+
+
+def gather(
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    reference: ReferencePolicy | None,
+    state: dict[str, Any],
+) -> ResumeState:
+    """Collect what a resumed run needs, every tensor whole. Collective."""
+    return ResumeState(
+        weights={name: full_tensor(p.detach()) for name, p in masters.named_parameters()},
+        optimizer=full_optimizer_state(optimizer),
+        reference={} if reference is None else reference.full_state(),
+        state=state,
+    )
+
+
+def restore(
+    path: Path,
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    reference: ReferencePolicy | None,
+    *,
+    seed: int,
+) -> dict[str, Any]:
+    """Put everything back as it was at a whole checkpoint.
+
+    Returns:
+        The JSON state: step, loader state, seed.
+
+    Raises:
+        ValueError: for another seed, or tensors that do not fit the model.
+    """
+    resume = load(path)
+    if resume.state["seed"] != seed:
+        raise ValueError(f"seed: {seed}, but {path} was made with {resume.state['seed']}")
+    load_weights(masters.named_parameters(), resume.weights)
+    load_optimizer_state(optimizer, resume.optimizer)
+    if reference is not None:
+        reference.load_full_state(resume.reference)
+    masters.publish()
+    return resume.state
 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -16,10 +16,11 @@ Overrides are ``key=value`` (split at the first ``=``; the value is YAML) and ``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ __all__ = [
     "Str",
     "as_dict",
     "as_partial",
+    "at_most",
+    "config_errors",
     "instantiate",
     "load_config",
     "parse",
@@ -242,6 +245,23 @@ def as_dict(node: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
     plain = _plain(node)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items() if key not in without}
+
+
+def at_most(cfg: DictConfig, key: str, limit: str) -> list[str]:
+    """The problem of one numeric setting being above another, if it is."""
+    value, bound = OmegaConf.select(cfg, key), OmegaConf.select(cfg, limit)
+    return [f"{key} = {value}: must be at most {limit} = {bound}"] if value > bound else []
+
+
+@contextlib.contextmanager
+def config_errors() -> Iterator[None]:
+    """What components refuse while a recipe is set up is a mistake in its config."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _plain(node: Any) -> Any:

@@ -30,9 +30,10 @@ class Timer:
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
-        """``time/<phase>_s`` for each phase."""
-        return {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+    def metrics(self, *, since: float) -> dict[str, float]:
+        """``time/<phase>_s`` for each phase, and ``time/step_s`` since that ``perf_counter()``."""
+        phases = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        return {**phases, "time/step_s": time.perf_counter() - since}
 
 
 def peak_gib(device: torch.device) -> float:

@@ -44,7 +44,7 @@ def plot_run(output_dir: Path) -> Path | None:
         if points:
             reward.plot(*zip(*points, strict=True), marker="o", label=label)
     reward.set(title="Reward (mean over rollouts)", xlabel="step", ylim=(-0.02, 1.02))
-    reward.legend()
+    _legend(reward)
     _lines(loss, steps, (("loss/policy", "policy loss"),))
     twin = loss.twinx()
     _lines(
@@ -59,7 +59,7 @@ def plot_run(output_dir: Path) -> Path | None:
     loss.legend(handles, [str(line.get_label()) for line in handles])
     _lines(length, steps, _LENGTHS)
     length.set(title="Length (tokens, mean over rollouts)", xlabel="step", ylim=(0, None))
-    length.legend()
+    _legend(length)
     timed = dict.fromkeys(name for row in steps for name in row if name.startswith("time/"))
     phases = [name for name in timed if name != "time/step_s"]
     bottom = [0.0] * len(steps)
@@ -76,6 +76,11 @@ def plot_run(output_dir: Path) -> Path | None:
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
+
+
+def _legend(axis) -> None:
+    if axis.get_lines():  # matplotlib warns of an empty one, e.g. where every rollout failed
+        axis.legend()
 
 
 def _lines(axis, rows, names, *, style: str = "-", first_color: int = 0) -> None:

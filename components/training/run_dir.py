@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -67,19 +71,38 @@ def _recipe_of(marker: Path) -> str:
         ) from error
 
 
-def claim_together(output_dir: str | Path, world: World, *, resume: bool, recipe: str) -> Path:
-    """``claim`` on the main rank; a refusal is raised on every rank."""
+def claim_together(
+    output_dir: str | Path, world: World, *, resume: bool, recipe: str, config_yaml: str
+) -> Path:
+    """``claim`` and ``describe`` on the main rank; a refusal is raised on every rank."""
     refusal = []
     path = Path(output_dir).expanduser().absolute()
     if world.is_main:
         try:
             path = claim(path, resume=resume, recipe=recipe)
+            describe(path, config_yaml)
         except ValueError as error:
             refusal = [str(error)]
     refusals = world.gather(refusal)
     if refusals:
         raise ValueError(refusals[0])
     return path
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full or failing disk into one clear line and exit code 1; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        print(
+            f"{path} cannot be written: {os.strerror(error.errno)}. What was written before is "
+            "whole: make room, then go on with resume=true",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
 
 
 def describe(path: Path, config_yaml: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from components.rl.advantages import GroupAdvantages
 from components.rl.losses import LossOutput, Mismatch
 from components.rl.packing import PackedBatch
 from components.training.parallelize import World
@@ -53,6 +54,16 @@ class UpdateTotals:
         return {"loss/total": loss, **means, "mismatch/logprob_diff_max": worst}
 
 
+def group_metrics(advantages: GroupAdvantages, world: World) -> dict[str, float]:
+    """Shares of the groups of all ranks that carried no signal, and why. Collective."""
+    counts = [len(advantages.kept), advantages.num_no_variance, advantages.num_too_small]
+    groups, no_variance, too_small = world.sum(counts)
+    return {
+        "group/zero_std_frac": no_variance / groups,
+        "group/too_small_frac": too_small / groups,
+    }
+
+
 def check_finite(
     metrics: Mapping[str, float],
     batches: Sequence[PackedBatch],
@@ -77,18 +88,13 @@ def check_finite(
     )
 
 
-def logprob_gain(
-    new: Sequence[Tensor],
-    old: Sequence[Tensor],
-    batches: Sequence[PackedBatch],
-    world: World,
-) -> dict[str, float]:
-    """What a step did to the log-probabilities it was to raise and to lower.
+def logprob_gain(new: Tensor, old: Tensor, batch: PackedBatch, world: World) -> dict[str, float]:
+    """What a step did to the log-probabilities it was to raise and to lower. Collective.
 
     Args:
-        new: [M] after the step, for the first rows.
+        new: [M] of a row after the step.
         old: [M] before it.
-        batches: the rows.
+        batch: the row.
         world: this process among its peers.
 
     Returns:
@@ -96,15 +102,15 @@ def logprob_gain(
         the step did its work; ``policy/logprob_gain_positive``: mean change of the tokens with a
         positive advantage.
     """
-    gain = weight = raised = num_positive = 0.0
-    for after, before, batch in zip(new, old, batches, strict=False):
-        change = after - before
-        positive = batch.advantages > 0
-        gain += float((change * batch.advantages).sum())
-        weight += float(batch.advantages.abs().sum())
-        raised += float(change[positive].sum())
-        num_positive += float(positive.sum())
-    gain, weight, raised, num_positive = world.sum([gain, weight, raised, num_positive])
+    change, positive = new - old, batch.advantages > 0
+    gain, weight, raised, num_positive = world.sum(
+        [
+            float((change * batch.advantages).sum()),
+            float(batch.advantages.abs().sum()),
+            float(change[positive].sum()),
+            float(positive.sum()),
+        ]
+    )
     return {
         "policy/logprob_gain": gain / max(weight, 1e-9),
         "policy/logprob_gain_positive": raised / max(num_positive, 1.0),

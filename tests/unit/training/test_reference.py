@@ -1,0 +1,68 @@
+"""The reference policy: a snapshot that is swapped in."""
+
+import pytest
+import torch
+from torch import nn
+
+from components.training.reference import ReferencePolicy
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def move(layer):
+    with torch.no_grad():
+        for p in layer.parameters():
+            p += 1.0
+
+
+def test_it_stays_what_the_model_was(layer):
+    data = torch.randn(5, 4)
+    before = layer(data)
+    reference = ReferencePolicy(layer)
+    move(layer)
+    after = layer(data)
+    with reference.swapped_in():
+        found = layer(data)
+    assert torch.equal(found, before)
+    assert not found.requires_grad
+    assert torch.equal(layer(data), after)
+    assert not torch.equal(before, after)
+
+
+def test_the_policy_comes_back_after_an_error(layer):
+    reference = ReferencePolicy(layer)
+    move(layer)
+    current = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError), reference.swapped_in():
+        raise RuntimeError
+    assert torch.equal(layer.weight, current)
+
+
+def test_gradients_that_are_there_stay(layer):
+    reference = ReferencePolicy(layer)
+    layer(torch.ones(4)).sum().backward()
+    grad = layer.weight.grad.clone()
+    with reference.swapped_in():
+        layer(torch.ones(4))
+    assert torch.equal(layer.weight.grad, grad)
+
+
+def test_only_trainable_parameters_are_kept(layer):
+    layer.weight.requires_grad_(False)
+    assert ReferencePolicy(layer).full_state().keys() == {"bias"}
+
+
+def test_a_resumed_run_has_the_first_runs_reference(layer):
+    state = {name: w.clone() for name, w in ReferencePolicy(layer).full_state().items()}
+    first = layer.weight.detach().clone()
+    move(layer)
+    reference = ReferencePolicy(layer)  # as a resumed run makes it, of the wrong weights
+    reference.load_full_state(state)
+    with reference.swapped_in():
+        assert torch.equal(layer.weight, first)
+    with pytest.raises(ValueError, match=r"the checkpoint's tensors are others: \['bias'\]"):
+        reference.load_full_state({"weight": first})

@@ -1,0 +1,136 @@
+"""What the rows of an update add up to."""
+
+import math
+
+import pytest
+import torch
+
+from components.rl.losses import GRPOLoss, mismatch
+from components.rl.packing import pack
+from components.training.parallelize import World
+from components.training.update import UpdateTotals, check_finite, logprob_gain
+from tests.unit.rl.ledgers import item
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+def rows(seed=0):
+    """Log-probabilities of 7 trained tokens: policy, old, reference, generator, advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = [-torch.rand(7, generator=generator) * 3 for _ in range(4)]
+    return *columns, torch.randn(7, generator=generator)
+
+
+def totals_of(parts):
+    new, old, reference, sampled, advantages = rows()
+    entropy = torch.arange(7.0)
+    totals = UpdateTotals()
+    for part in parts:
+        out = GRPOLoss(beta=0.1)(
+            new[part],
+            old_logprobs=old[part],
+            advantages=advantages[part],
+            denominator=7.0,
+            ref_logprobs=reference[part],
+            is_weights=None,
+        )
+        totals.add(out, entropy=entropy[part], gap=mismatch(old[part], sampled[part]))
+    return totals
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[slice(0, 7)], [slice(0, 1), slice(1, 7)], [slice(0, 3), slice(3, 3), slice(3, 7)]],
+)
+def test_means_are_over_tokens_however_they_are_split(parts):
+    new, old, reference, sampled, advantages = (c.double() for c in rows())
+    ratio = (new - old).exp()
+    policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    kl = (reference - new).exp() - 1 - (reference - new)
+    gap = (old - sampled).abs()
+    found = totals_of(parts).metrics(ALONE)
+    expected = {
+        "loss/total": (policy.mean() + 0.1 * kl.mean()).item(),
+        "loss/policy": policy.mean().item(),
+        "loss/kl": kl.mean().item(),
+        "policy/clip_frac_low": ((advantages < 0) & (ratio < 0.8)).double().mean().item(),
+        "policy/clip_frac_high": ((advantages > 0) & (ratio > 1.2)).double().mean().item(),
+        "policy/entropy": 3.0,
+        "mismatch/kl": ((old - sampled).exp() - 1 - (old - sampled)).mean().item(),
+        "mismatch/logprob_diff_max": gap.max().item(),
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert found["policy/clip_frac_low"] + found["policy/clip_frac_high"] > 0
+
+
+class TwoRanks(World):
+    """Sums and maxima with a second rank whose values are given."""
+
+    def sum(self, values):
+        assert len(values) == len(OTHER)
+        return [a + b for a, b in zip(values, OTHER, strict=True)]
+
+    def max(self, values):
+        return [max(values[0], 9.0)]
+
+
+OTHER = [0.5, 1.0, 14.0, 0.0, 0.0, 0.0, 8.0, 0.0]  # loss, tokens, policy, kl, low, high, entropy
+
+
+def test_ranks_are_weighed_by_their_tokens():
+    alone = totals_of([slice(0, 7)]).metrics(ALONE)
+    both = totals_of([slice(0, 7)]).metrics(
+        TwoRanks(rank=0, size=2, device=torch.device("cpu"))
+    )
+    assert both["loss/total"] == pytest.approx(alone["loss/total"] + 0.5)
+    assert both["loss/policy"] == pytest.approx((7 * alone["loss/policy"] + 14) / 8)
+    assert both["policy/entropy"] == pytest.approx((21 + 8) / 8)
+    assert both["mismatch/logprob_diff_max"] == 9.0
+
+
+def batch():
+    items = [
+        item("a", [1, 2, 3], [4, 5], advantage=2.0),
+        item("b", [1, 2, 6], [7], advantage=-1.0),
+    ]
+    (found,) = pack(items, tokens_per_batch=32)
+    return found
+
+
+def test_finite_numbers_pass(tmp_path):
+    check_finite({"loss": 1.0}, [batch()], output_dir=tmp_path, step=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_others_stop_the_run_and_leave_the_batch_behind(tmp_path, bad):
+    with pytest.raises(FloatingPointError) as caught:
+        check_finite({"a": 1.0, "loss/x": bad}, [batch()], output_dir=tmp_path, step=3)
+    text = str(caught.value)
+    assert text.startswith(f"step 3: {{'loss/x': {bad}}} not finite")
+    assert "weights are those of step 2" in text
+    (path,) = tmp_path.iterdir()
+    assert str(path) in text
+    (kept,) = torch.load(path, weights_only=True)
+    assert torch.equal(kept["tokens"], batch().tokens)
+    assert torch.equal(kept["targets"], batch().targets)
+    assert torch.equal(kept["advantages"], batch().advantages)
+
+
+def test_gain_is_weighed_by_advantage():
+    row = batch()
+    assert row.advantages.tolist() in ([2, 2, -1], [-1, 2, 2])
+    old = torch.full((3,), -1.0)
+    change = torch.where(row.advantages > 0, 0.1, -0.4)
+    found = logprob_gain([old + change], [old, old], [row, row], ALONE)
+    assert found["policy/logprob_gain"] == pytest.approx((2 * 0.1 + 2 * 0.1 + 0.4) / 5)
+    assert found["policy/logprob_gain_positive"] == pytest.approx(0.1)
+    worse = logprob_gain([old - change], [old], [row], ALONE)
+    assert worse["policy/logprob_gain"] == pytest.approx(-0.16)
+
+
+def test_gain_of_nothing_is_zero():
+    found = logprob_gain([], [], [], ALONE)
+    assert found == {"policy/logprob_gain": 0.0, "policy/logprob_gain_positive": 0.0}
