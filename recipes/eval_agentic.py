@@ -17,9 +17,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from components.envs.rewards import baseline
 from components.models.paths import model_dir
-from components.rollout.evaluation import by_task, evaluation_metrics, official_reward
+from components.rollout.evaluation import by_task, do_nothing, evaluation_metrics, official_reward
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.types import Rollout
@@ -29,7 +28,6 @@ from components.training.config import (
     Component,
     Float,
     Int,
-    ListOf,
     OneOf,
     Str,
     as_dict,
@@ -38,6 +36,7 @@ from components.training.config import (
     instantiate,
     parse,
 )
+from components.training.sections import ROLLOUT
 
 SCHEMA = {
     "output_dir": Str(),
@@ -50,16 +49,7 @@ SCHEMA = {
     "env": Component(),
     "dataset": Component(),
     "num_trials": Int(min=1),
-    "rollout": {
-        "temperature": Float(min=0),
-        "max_turns": Int(min=1),
-        "max_turn_tokens": Int(min=1),
-        "max_tokens": Int(min=1),
-        "max_refused": Int(min=0),
-        "num_workers": Int(min=1),
-        "env_timeout_s": Float(gt=0),
-        "preload": ListOf(Str(), default=[]),
-    },
+    "rollout": {"temperature": Float(min=0), **ROLLOUT},
     "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
 }
 
@@ -121,7 +111,7 @@ class EvalAgentic:
         metrics = evaluation_metrics(rollouts, num_trials=self.cfg.num_trials)
         rows = []
         for task_id, group in by_task(rollouts).items():
-            nothing = baseline(group[0].spec.domain, task_id, "do_nothing").breakdown
+            nothing = do_nothing(group[0].spec.domain, task_id)
             rows.append(
                 {
                     "task_id": task_id,
@@ -133,8 +123,6 @@ class EvalAgentic:
                     "tool_calls": [r.stats.get("tool_calls", 0) for r in group],
                 }
             )
-        for name in ("do_nothing", "do_nothing_strict"):
-            metrics[f"eval/{name}_mean"] = sum(row[name] for row in rows) / len(rows)
         result = {"metrics": metrics, "tasks": rows, "num_trials": self.cfg.num_trials}
         run_dir.write_text(self.output_dir / "eval.json", json.dumps(result, indent=2) + "\n")
         print_table(rows)

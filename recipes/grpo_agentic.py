@@ -45,7 +45,6 @@ from components.training.config import (
     Component,
     Float,
     Int,
-    ListOf,
     OneOf,
     Section,
     Str,
@@ -68,6 +67,7 @@ from components.training.plot import plot_run
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from components.training.run_dir import disk_errors
+from components.training.sections import EVALUATION, ROLLOUT, WARM_START
 from components.training.stop import StopRequested, StopSignal
 from components.training.supervised import SupervisedSettings
 from components.training.update import (
@@ -95,17 +95,7 @@ SCHEMA = {
     "checker": Component(),
     "dataset": Component(),
     "tasks_per_step": Int(min=1),
-    "rollout": {
-        "group_size": Int(min=1),
-        "temperature": Float(gt=0),
-        "max_turns": Int(min=1),
-        "max_turn_tokens": Int(min=1),
-        "max_tokens": Int(min=1),
-        "max_refused": Int(min=0),
-        "num_workers": Int(min=1),
-        "env_timeout_s": Float(gt=0),
-        "preload": ListOf(Str(), default=[]),
-    },
+    "rollout": {"group_size": Int(min=1), "temperature": Float(gt=0), **ROLLOUT},
     "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
     "tokens_per_batch": Int(min=1),
     "logprob_chunk": Int(min=1),
@@ -115,25 +105,8 @@ SCHEMA = {
     "optimizer": Component(positional=1),
     "max_grad_norm": Float(gt=0),
     "probe_update": Bool(default=True),
-    "warm_start": {
-        "num_steps": Int(min=0),
-        "num_demonstrations": Int(min=1),
-        "demonstrations_per_step": Int(min=1),
-        "max_tokens": Int(min=1),
-        "oracle": Component(positional=1),
-        "optimizer": Component(positional=1),
-        "use_cache": Bool(default=True),
-    },
-    "eval": Section(
-        {
-            "dataset": Component(),
-            "before": Bool(default=False),
-            "every": Int(min=1),
-            "num_trials": Int(min=1),
-            "temperature": Float(min=0),
-        },
-        default=None,
-    ),
+    "warm_start": WARM_START,
+    "eval": Section(EVALUATION, default=None),
 }
 
 WARM_START_KEYS = (
@@ -259,10 +232,10 @@ class GRPOAgentic:
             settings=SupervisedSettings(
                 num_steps=settings.num_steps,
                 demonstrations_per_step=settings.demonstrations_per_step,
-                tokens_per_batch=cfg.tokens_per_batch,
-                logprob_chunk=cfg.logprob_chunk,
-                max_grad_norm=cfg.max_grad_norm,
-                seed=cfg.seed,
+                **{
+                    k: cfg[k]
+                    for k in ("tokens_per_batch", "logprob_chunk", "max_grad_norm", "seed")
+                },
             ),
             cache_key=depends_on if settings.use_cache else None,
             world=self.world,

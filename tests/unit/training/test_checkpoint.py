@@ -193,9 +193,10 @@ def assert_only_step_2_is_left(folder, before):
 
 def test_a_full_disk_while_the_model_is_written(tmp_path):
     before = files(save(tmp_path, 2))
-    with pytest.raises(OSError, match=r"step_4 could not be written: .*No space left") as caught:
+    with pytest.raises(OSError, match="No space left on device") as caught:
         save(tmp_path, 4, save_model=write_half_a_model)
-    assert "step_2 is whole" in str(caught.value)
+    assert caught.value.errno == errno.ENOSPC
+    assert "(while writing step_4; the last whole checkpoint is step_2)" in str(caught.value)
     assert_only_step_2_is_left(tmp_path, before)
 
 
@@ -228,8 +229,9 @@ def test_writes_that_really_fail(tmp_path, limit):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(OSError, match="step_4 could not be written"):
+        with pytest.raises(OSError, match=r"File too large \(while writing step_4; ") as caught:
             checkpoint.save(tmp_path, 4, large, save_model=write_model, world=ALONE)
+        assert caught.value.errno == errno.EFBIG
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_only_step_2_is_left(tmp_path, before)
@@ -271,14 +273,28 @@ class TwoRanks(World):
     """The second of two ranks, seen from the outside: what the first said is put in."""
 
     def gather(self, items):
-        return ["disk full", *items]
+        return [(errno.ENOSPC, "disk full"), *items]
 
 
 def test_a_failure_on_the_main_rank_is_raised_on_every_rank(tmp_path):
     world = TwoRanks(rank=1, size=2, device=torch.device("cpu"))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="disk full .*no checkpoint is whole"):
         checkpoint.save(tmp_path, 4, resume_state(4), save_model=write_model, world=world)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape"), ValueError("no such tensor")])
+def test_what_is_no_failed_write_passes_as_it_is(tmp_path, error):
+    before = files(save(tmp_path, 2))
+
+    def broken(path):
+        write_model(path)
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        save(tmp_path, 4, save_model=broken)
+    assert caught.value is error
+    assert_only_step_2_is_left(tmp_path, before)
 
 
 def test_weights_are_refused_by_name_and_shape():

@@ -132,3 +132,20 @@ def test_remove_tree_does_not_mind_absence(tmp_path):
     run_dir.remove_tree(tmp_path / "a")
     run_dir.remove_tree(tmp_path / "a")
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+def test_a_full_disk_is_one_clear_line(tmp_path, capsys, number):
+    with pytest.raises(SystemExit) as caught, run_dir.disk_errors(tmp_path):
+        raise OSError(number, f"{os.strerror(number)} (while writing step_4)")
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path} cannot be written: {os.strerror(number)} (while writing")
+    assert "resume=true" in line
+
+
+def test_other_errors_pass(tmp_path):
+    with pytest.raises(ConnectionError), run_dir.disk_errors(tmp_path):
+        raise ConnectionError("worker")
+    with run_dir.disk_errors(tmp_path):
+        pass

@@ -157,7 +157,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
     with pytest.raises(FloatingPointError, match="warm start: loss nan"):
         train(model)
     assert all(
-        torch.equal(a, b, ) or a.isnan().all() for a, b in zip(before, model.parameters(), strict=True)
+        torch.equal(
+            a,
+            b,
+        )
+        or a.isnan().all()
+        for a, b in zip(before, model.parameters(), strict=True)
     )
 
 

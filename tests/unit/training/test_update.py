@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+from components.rl.advantages import group_advantages
 from components.rl.losses import GRPOLoss, mismatch
-from components.rl.packing import pack
+from components.rl.packing import empty_batch, pack
 from components.training.parallelize import World
-from components.training.update import UpdateTotals, check_finite, logprob_gain
+from components.training.update import UpdateTotals, check_finite, group_metrics, logprob_gain
 from tests.unit.rl.ledgers import item
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -81,9 +82,7 @@ OTHER = [0.5, 1.0, 14.0, 0.0, 0.0, 0.0, 8.0, 0.0]  # loss, tokens, policy, kl, l
 
 def test_ranks_are_weighed_by_their_tokens():
     alone = totals_of([slice(0, 7)]).metrics(ALONE)
-    both = totals_of([slice(0, 7)]).metrics(
-        TwoRanks(rank=0, size=2, device=torch.device("cpu"))
-    )
+    both = totals_of([slice(0, 7)]).metrics(TwoRanks(rank=0, size=2, device=torch.device("cpu")))
     assert both["loss/total"] == pytest.approx(alone["loss/total"] + 0.5)
     assert both["loss/policy"] == pytest.approx((7 * alone["loss/policy"] + 14) / 8)
     assert both["policy/entropy"] == pytest.approx((21 + 8) / 8)
@@ -124,13 +123,23 @@ def test_gain_is_weighed_by_advantage():
     assert row.advantages.tolist() in ([2, 2, -1], [-1, 2, 2])
     old = torch.full((3,), -1.0)
     change = torch.where(row.advantages > 0, 0.1, -0.4)
-    found = logprob_gain([old + change], [old, old], [row, row], ALONE)
+    found = logprob_gain(old + change, old, row, ALONE)
     assert found["policy/logprob_gain"] == pytest.approx((2 * 0.1 + 2 * 0.1 + 0.4) / 5)
     assert found["policy/logprob_gain_positive"] == pytest.approx(0.1)
-    worse = logprob_gain([old - change], [old], [row], ALONE)
+    worse = logprob_gain(old - change, old, row, ALONE)
     assert worse["policy/logprob_gain"] == pytest.approx(-0.16)
 
 
 def test_gain_of_nothing_is_zero():
-    found = logprob_gain([], [], [], ALONE)
+    found = logprob_gain(torch.zeros(0), torch.zeros(0), empty_batch(), ALONE)
     assert found == {"policy/logprob_gain": 0.0, "policy/logprob_gain_positive": 0.0}
+
+
+def test_groups_without_a_signal_are_counted_by_reason():
+    advantages = group_advantages(
+        [[1.0, 0.0], [1.0, 1.0], [0.5, None], [0.0, 0.0, 0.0]], normalize_std=True, eps=1e-6
+    )
+    assert group_metrics(advantages, ALONE) == {
+        "group/zero_std_frac": 0.5,
+        "group/too_small_frac": 0.25,
+    }

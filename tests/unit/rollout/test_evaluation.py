@@ -1,0 +1,80 @@
+"""What an evaluation reports."""
+
+import itertools
+
+import pytest
+
+from components.rollout.evaluation import (
+    by_task,
+    evaluation_line,
+    evaluation_metrics,
+    official_reward,
+    pass_hat_k,
+)
+from tests.unit.rollout.test_stats import rollout
+
+
+@pytest.mark.parametrize("num_trials", [1, 2, 4, 5])
+def test_pass_hat_k_is_the_share_of_subsets_that_all_succeed(num_trials):
+    for correct in range(num_trials + 1):
+        outcomes = [True] * correct + [False] * (num_trials - correct)
+        for k in range(1, num_trials + 1):
+            subsets = list(itertools.combinations(outcomes, k))
+            expected = sum(map(all, subsets)) / len(subsets)
+            assert pass_hat_k(num_trials, correct, k) == pytest.approx(expected)
+    assert pass_hat_k(4, 3, 2) == 0.5  # the paper's estimator, by hand
+
+
+@pytest.mark.parametrize("k", [0, -1, 5])
+def test_pass_hat_k_needs_enough_trials(k):
+    with pytest.raises(ValueError, match=f"k = {k}: must be in 1 to num_trials = 4"):
+        pass_hat_k(4, 2, k)
+
+
+def task(task_id, *rewards):
+    return [
+        rollout("error_infra", task_id=task_id)
+        if reward is None
+        else rollout(reward=reward, task_id=task_id, breakdown={"official": reward, "strict": 0.5})
+        for reward in rewards
+    ]
+
+
+def test_failures_stay_in_the_denominator():
+    rollouts = [*task("a", 1.0, 1.0), *task("b", 1.0, 0.0), *task("c", None, 1.0)]
+    assert evaluation_metrics(rollouts, num_trials=2) == pytest.approx(
+        {
+            "eval/official_mean": 4 / 6,
+            "eval/strict_mean": 5 * 0.5 / 6,
+            "eval/pass^1": (1 + 0.5 + 0.5) / 3,
+            "eval/pass^2": 1 / 3,
+            "eval/error_frac": 1 / 6,
+            "eval/turns": 4.0,
+            "eval/tool_calls": 2.0,
+        }
+    )
+
+
+def test_one_trial_has_pass_1_alone():
+    found = evaluation_metrics([*task("a", 1.0), *task("b", 0.0)], num_trials=1)
+    assert [name for name in found if "pass" in name] == ["eval/pass^1"]
+    assert found["eval/pass^1"] == found["eval/official_mean"] == 0.5
+
+
+def test_part_of_a_reward_is_no_pass():
+    found = evaluation_metrics(task("a", 0.9), num_trials=1)
+    assert found["eval/official_mean"] == 0.9
+    assert found["eval/pass^1"] == 0.0
+
+
+def test_tasks_keep_their_order_and_their_trials():
+    rollouts = [*task("b", 1.0), *task("a", 0.0), *task("b", 0.5)]
+    found = by_task(rollouts)
+    assert list(found) == ["b", "a"]
+    assert [official_reward(r) for r in found["b"]] == [1.0, 0.5]
+    assert official_reward(rollout("error_deadline")) == 0.0
+
+
+def test_the_console_line():
+    metrics = {"eval/official_mean": 0.25, "eval/pass^1": 0.5}
+    assert evaluation_line(4, 10, metrics) == "eval   4/10  official_mean 0.250  pass^1 0.500"
