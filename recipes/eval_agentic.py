@@ -22,7 +22,7 @@ from components.rollout.evaluation import by_task, do_nothing, evaluation_metric
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.types import Rollout
-from components.rollout.workers import WorkerPool, worker_pool
+from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.training import run_dir
 from components.training.config import (
     Component,
@@ -67,8 +67,7 @@ class EvalAgentic:
         torch.manual_seed(cfg.seed)
         source_dir = model_dir(cfg.model_dir)
         self.dataset = instantiate(cfg.dataset)
-        self.output_dir = run_dir.claim(cfg.output_dir, resume=False, recipe="eval_agentic")
-        run_dir.describe(self.output_dir, OmegaConf.to_yaml(cfg, resolve=True))
+        self.output_dir = run_dir.check(cfg.output_dir, resume=False, recipe="eval_agentic")
         self.pool = worker_pool(
             make_env=as_partial(cfg.env),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(source_dir)),
@@ -85,6 +84,8 @@ class EvalAgentic:
             max_tokens=cfg.rollout.max_tokens,
             max_batch_size=cfg.rollout.num_workers,
         )
+        run_dir.claim(self.output_dir, resume=False, recipe="eval_agentic")
+        run_dir.describe(self.output_dir, OmegaConf.to_yaml(cfg))
 
     def evaluate(self) -> None:
         """Play every task ``num_trials`` times, score, print and write the results."""
@@ -97,7 +98,7 @@ class EvalAgentic:
             phase="eval",
         )
         recorder = Recorder(self.output_dir / "rollouts.jsonl")
-        with tqdm(total=len(specs), desc="eval", unit="rollout", leave=False) as bar:
+        with tqdm(total=len(specs), desc="eval", unit="rollout", leave=False, disable=None) as bar:
 
             def on_done(rollout: Rollout) -> None:
                 recorder.write(0, [rollout])
@@ -164,7 +165,7 @@ def recipe_main(cfg: DictConfig) -> None:
     try:
         with config_errors():
             recipe.setup()
-        with run_dir.disk_errors(recipe.output_dir):
+        with config_errors(WorkerRefused), run_dir.disk_errors(recipe.output_dir):
             recipe.evaluate()
     finally:
         recipe.cleanup()

@@ -38,7 +38,7 @@ from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.stats import rollout_metrics, sampled_tokens
 from components.rollout.types import Rollout
-from components.rollout.workers import WorkerPool, worker_pool
+from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.training import checkpoint, run_dir
 from components.training.config import (
     Bool,
@@ -149,13 +149,7 @@ class GRPOAgentic:
         self.dataset = instantiate(cfg.dataset)
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
         self.loss = instantiate(cfg.loss)
-        self.output_dir = run_dir.claim_together(
-            cfg.output_dir,
-            self.world,
-            resume=cfg.resume,
-            recipe="grpo_agentic",
-            config_yaml=OmegaConf.to_yaml(cfg),
-        )
+        self.output_dir = run_dir.check(cfg.output_dir, resume=cfg.resume, recipe="grpo_agentic")
         self.stop.install()
         self.pool = worker_pool(
             make_env=as_partial(cfg.env, checker=instantiate(cfg.checker)),
@@ -172,7 +166,14 @@ class GRPOAgentic:
         if found is not None:
             self._load(found)
         self._sync_engine()
-        kept = -1 if found is None else self.step
+        run_dir.claim_together(
+            self.output_dir,
+            self.world,
+            resume=cfg.resume,
+            recipe="grpo_agentic",
+            config_yaml=OmegaConf.to_yaml(cfg),
+        )
+        kept = self.step or -1  # at step 0 the evaluation before it is repeated
         if self.world.is_main:
             self.metrics = MetricsLog(
                 self.output_dir, resume_step=kept, tensorboard=cfg.tensorboard
@@ -232,10 +233,10 @@ class GRPOAgentic:
             settings=SupervisedSettings(
                 num_steps=settings.num_steps,
                 demonstrations_per_step=settings.demonstrations_per_step,
-                **{
-                    k: cfg[k]
-                    for k in ("tokens_per_batch", "logprob_chunk", "max_grad_norm", "seed")
-                },
+                tokens_per_batch=cfg.tokens_per_batch,
+                logprob_chunk=cfg.logprob_chunk,
+                max_grad_norm=cfg.max_grad_norm,
+                seed=cfg.seed,
             ),
             cache_key=depends_on if settings.use_cache else None,
             world=self.world,
@@ -333,7 +334,11 @@ class GRPOAgentic:
             if spec.group % world.size == world.rank
         ]
         with tqdm(
-            total=len(specs), desc=phase, unit="rollout", leave=False, disable=not world.is_main
+            total=len(specs),
+            desc=phase,
+            unit="rollout",
+            leave=False,
+            disable=None if world.is_main else True,  # None: shown on a terminal only
         ) as bar:
             return self.pool.run(
                 specs,
@@ -479,7 +484,7 @@ def recipe_main(cfg: DictConfig) -> None:
     try:
         with config_errors():
             recipe.setup()
-        with disk_errors(recipe.output_dir):
+        with config_errors(WorkerRefused), disk_errors(recipe.output_dir):
             recipe.train()
     except StopRequested:
         print("stopped before the first step: there is nothing to save yet")

@@ -28,6 +28,10 @@ class Failure:
     error: str
 
 
+class WorkerRefused(ValueError):
+    """A mistake in the configuration that only a worker could find."""
+
+
 class Slot:
     """A worker process, or the place of one.
 
@@ -81,7 +85,7 @@ class Slot:
         """Send an order, to a new process where the old one is gone.
 
         Raises:
-            ValueError: the worker refused its configuration.
+            WorkerRefused: its configuration is wrong.
             RuntimeError: the worker could not be started.
         """
         if self.idle:
@@ -152,7 +156,9 @@ class Slot:
                 _log.info("the forkserver has not preloaded %s; workers do it", ", ".join(value))
             return
         self.kill()
-        raise ValueError(value) if kind == "refused" else RuntimeError(f"worker start: {value}")
+        if kind == "refused":
+            raise WorkerRefused(value)
+        raise RuntimeError(f"worker start: {value}")
 
     def _receive(self) -> None:
         assert self._connection is not None
@@ -166,7 +172,7 @@ class Slot:
         if kind == "failed":
             self._reply = Failure(status="error_infra", error=value)
         elif kind == "refused":
-            self._reply = ValueError(value)
+            self._reply = WorkerRefused(value)
         else:
             self._reply = value
 

@@ -24,10 +24,10 @@ from components.envs.base import Env
 from components.policy.engine import PolicyEngine
 from components.rollout.agent_loop import Limits
 from components.rollout.episode import failed_rollout
-from components.rollout.slot import Failure, Slot
+from components.rollout.slot import Failure, Slot, WorkerRefused
 from components.rollout.types import Rollout, RolloutSpec, SampleRequest
 
-__all__ = ["Failure", "WorkerPool"]
+__all__ = ["Failure", "WorkerPool", "WorkerRefused", "worker_pool"]
 
 
 class WorkerPool:
@@ -103,7 +103,8 @@ class WorkerPool:
             One rollout for each spec, in the order of ``specs``.
 
         Raises:
-            ValueError: duplicate ids, or a mistake in the configuration that a worker found.
+            ValueError: duplicate ids.
+            WorkerRefused: a mistake in the configuration that a worker found.
         """
         ids = [spec.rollout_id for spec in specs]
         if len(set(ids)) != len(ids):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from components.training.parallelize import World, full_tensor, shard_like
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
-from components.training.run_dir import remove_tree, write_text
+from components.training.run_dir import flush, remove_tree, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -221,13 +221,13 @@ def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in files}
         for path in files:
-            _flush(path)
+            flush(path)
         write_text(temporary / MANIFEST, json.dumps(sizes, indent=2) + "\n")
-        _flush(folder)
-        _flush(temporary)
+        flush(folder)
+        flush(temporary)
         remove_tree(target)
         temporary.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
     except BaseException:
         _remove_leftovers(target)
         raise
@@ -241,14 +241,6 @@ def _remove_leftovers(target: Path) -> None:
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _steps(output_dir: Path) -> list[tuple[int, Path]]:

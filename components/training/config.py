@@ -254,13 +254,18 @@ def at_most(cfg: DictConfig, key: str, limit: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def config_errors() -> Iterator[None]:
-    """What components refuse while a recipe is set up is a mistake in its config."""
+def config_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """What components refuse while a recipe is set up is a mistake in its config.
+
+    Args:
+        kinds: the exceptions that mean so; ValueError and FileNotFoundError if none is given.
+    """
+    kinds = kinds or (ValueError, FileNotFoundError)
     try:
         yield
     except ConfigError:
         raise
-    except (ValueError, FileNotFoundError) as error:
+    except kinds as error:
         raise ConfigError(str(error)) from error
 
 

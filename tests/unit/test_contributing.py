@@ -44,12 +44,10 @@ CONFIGS = fenced("config", "yaml")
 
 def lines_of_code(source: str) -> int:
     """Lines that are neither blank nor comment nor docstring."""
-    tree = ast.parse(source)
     docstrings = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
+    for node in ast.walk(ast.parse(source)):
+        has_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if has_docstring and ast.get_docstring(node):
             text = node.body[0]
             docstrings |= set(range(text.lineno, (text.end_lineno or text.lineno) + 1))
     return sum(
@@ -88,9 +86,8 @@ def test_examples_are_short(name):
 
 
 def test_lines_of_code_are_counted():
-    assert (
-        lines_of_code('"""Doc."""\n\n# why\ndef f():\n    """One\n    two."""\n    return 1\n') == 2
-    )
+    source = '"""Doc."""\n\n# why\ndef f():\n    """One\n    two."""\n    return 1\n'
+    assert lines_of_code(source) == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,20 +22,19 @@ from recipes import eval_agentic, grpo_agentic
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {"grpo_agentic": grpo_agentic, "eval_agentic": eval_agentic}
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(p for d in ("recipes", "tests") for p in (ROOT / d).rglob("*.md"))]
-)
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("tests/**/*.md")])
+CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 
 WHAT_LOGS = {
     "grpo_agentic": (
         "recipes/grpo_agentic.py",
         "components/training/*.py",
-        "components/rollout/*.py",
+        "components/rollout/stats.py",
+        "components/rollout/evaluation.py",
     ),
     "eval_agentic": ("recipes/eval_agentic.py", "components/rollout/evaluation.py"),
 }
-METRIC = re.compile(r"[a-z]+/[\w^*]*[\w^]|[a-z]+/\*\w+")
+METRIC = re.compile(r"[a-z]+/(?!\*$)[\w^*]+")
 TRACKED = ("recipes/", "components/", "configs/", "tools/", "tests/")
 
 
@@ -137,10 +136,12 @@ def test_every_setting_of_a_component_is_on_the_page():
 def metric_names(source: str) -> set[str]:
     """Literals ``group/name``; what an f-string fills in is ``*``."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    pieces = {id(p) for node in nodes if isinstance(node, ast.JoinedStr) for p in node.values}
+    for node in nodes:
         text = ""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text = node.value
+        if isinstance(node, ast.Constant) and id(node) not in pieces:
+            text = str(node.value)
         elif isinstance(node, ast.JoinedStr):
             parts = [p.value if isinstance(p, ast.Constant) else "*" for p in node.values]
             text = "".join(map(str, parts))
@@ -226,13 +227,16 @@ def commands(path: Path) -> list[list[str]]:
     """The words of each command in the fences of a page, or in the comments of a config."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        fences = re.findall(r"^```\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-        inline = re.findall(r"`((?:tune|make|python) [^`\n]+)`", text)
-        lines = [line for fence in fences for line in fence.splitlines()] + inline
+        fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+        lines = [line for language, fence in fences if not language for line in fence.splitlines()]
+        lines += re.findall(r"`((?:tune|make|python) [^`<\n]+)`", text)
     else:
         lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#   ")]
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [line for line in words if line and line[0] in ("tune", "make", "python")]
+    return [
+        shlex.split(line.partition(" #")[0])
+        for line in lines
+        if line.startswith(("tune ", "make ", "python "))
+    ]
 
 
 ALL_COMMANDS = [(path, line) for path in [*PAGES, *CONFIGS] for line in commands(path)]
@@ -281,6 +285,6 @@ def test_commands_of_tune_name_what_exists(words):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_a_config_says_how_it_is_started(config):
-    first = [line for path, line in ALL_COMMANDS if path == config][0]
+    first = next(line for path, line in ALL_COMMANDS if path == config)
     assert first[:2] == ["tune", "run"]
     assert first[first.index("--config") + 1] == name_of(config)

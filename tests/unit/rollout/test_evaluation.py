@@ -41,7 +41,11 @@ def task(task_id, *rewards):
 
 
 def test_failures_stay_in_the_denominator():
-    rollouts = [*task("a", 1.0, 1.0), *task("b", 1.0, 0.0), *task("c", None, 1.0)]
+    rollouts = [
+        *task("create_task_1", 1.0, 1.0),
+        *task("create_task_1_nl_eval", 1.0, 0.0),
+        *task("impossible_task_1", None, 1.0),
+    ]
     assert evaluation_metrics(rollouts, num_trials=2) == pytest.approx(
         {
             "eval/official_mean": 4 / 6,
@@ -51,18 +55,22 @@ def test_failures_stay_in_the_denominator():
             "eval/error_frac": 1 / 6,
             "eval/turns": 4.0,
             "eval/tool_calls": 2.0,
+            # the benchmark gives an agent that does nothing the second task
+            "eval/do_nothing_mean": 1 / 3,
+            "eval/do_nothing_strict_mean": 1 / 3,
         }
     )
 
 
 def test_one_trial_has_pass_1_alone():
-    found = evaluation_metrics([*task("a", 1.0), *task("b", 0.0)], num_trials=1)
+    rollouts = [*task("create_task_1", 1.0), *task("update_task_1", 0.0)]
+    found = evaluation_metrics(rollouts, num_trials=1)
     assert [name for name in found if "pass" in name] == ["eval/pass^1"]
     assert found["eval/pass^1"] == found["eval/official_mean"] == 0.5
 
 
 def test_part_of_a_reward_is_no_pass():
-    found = evaluation_metrics(task("a", 0.9), num_trials=1)
+    found = evaluation_metrics(task("create_task_1", 0.9), num_trials=1)
     assert found["eval/official_mean"] == 0.9
     assert found["eval/pass^1"] == 0.0
 

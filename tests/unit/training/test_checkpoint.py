@@ -278,7 +278,7 @@ class TwoRanks(World):
 
 def test_a_failure_on_the_main_rank_is_raised_on_every_rank(tmp_path):
     world = TwoRanks(rank=1, size=2, device=torch.device("cpu"))
-    with pytest.raises(OSError, match="disk full .*no checkpoint is whole"):
+    with pytest.raises(OSError, match=r"disk full .*no checkpoint is whole"):
         checkpoint.save(tmp_path, 4, resume_state(4), save_model=write_model, world=world)
     assert names(tmp_path) == []
 

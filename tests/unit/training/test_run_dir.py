@@ -29,6 +29,18 @@ def test_a_new_or_empty_directory_is_claimed(tmp_path, made_before):
     assert json.loads((path / "run.json").read_text()) == {"recipe": "grpo"}
 
 
+def test_a_check_writes_nothing(tmp_path):
+    path = run_dir.check(tmp_path / "a/b", resume=False, recipe="grpo")
+    assert path == tmp_path / "a/b"
+    assert names(tmp_path) == []
+
+
+def test_a_check_sees_what_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"/a/b cannot be written: Permission denied: {tmp_path}"):
+        run_dir.check(tmp_path / "a/b", resume=False, recipe="grpo")
+
+
 def test_relative_and_home_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -67,8 +79,8 @@ def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is a file, not a directory"):
         claim(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"cannot be written: Not a directory"):
-        claim(tmp_path / "file/run")
+    with pytest.raises(ValueError, match=r"cannot be written: Not a directory: .*/file"):
+        claim(tmp_path / "file/deeper/run")
 
 
 def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
@@ -80,6 +92,9 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
         claim(tmp_path / "run")
 
 
+SETTINGS = {"resume": False, "recipe": "grpo", "config_yaml": "seed: 1\n"}
+
+
 class SecondOfTwo(World):
     def gather(self, items):
         assert not items  # it has claimed nothing itself
@@ -89,19 +104,19 @@ class SecondOfTwo(World):
 def test_other_ranks_hear_of_a_refusal_and_claim_nothing(tmp_path):
     refused = SecondOfTwo(rank=1, size=2, device=torch.device("meta"))
     with pytest.raises(ValueError, match="output_dir: no"):
-        run_dir.claim_together(tmp_path / "run", refused, resume=False, recipe="grpo")
+        run_dir.claim_together(tmp_path / "run", refused, **SETTINGS)
     accepted = SecondOfTwo(rank=1, size=2, device=torch.device("cpu"))
-    path = run_dir.claim_together(tmp_path / "run", accepted, resume=False, recipe="grpo")
+    path = run_dir.claim_together(tmp_path / "run", accepted, **SETTINGS)
     assert path == tmp_path / "run"
     assert not path.exists()
 
 
 def test_the_main_rank_claims(tmp_path):
     alone = World(rank=0, size=1, device=torch.device("cpu"))
-    path = run_dir.claim_together(tmp_path / "run", alone, resume=False, recipe="grpo")
-    assert names(path) == ["run.json"]
+    path = run_dir.claim_together(tmp_path / "run", alone, **SETTINGS)
+    assert names(path) == ["config.yaml", "run.json", "versions.json"]
     with pytest.raises(ValueError, match="already holds a run"):
-        run_dir.claim_together(tmp_path / "run", alone, resume=False, recipe="grpo")
+        run_dir.claim_together(tmp_path / "run", alone, **SETTINGS)
 
 
 def test_configuration_and_versions_are_described(tmp_path):

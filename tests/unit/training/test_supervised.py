@@ -90,7 +90,7 @@ def plain_training(model, chosen_by_step, rates, *, max_grad_norm):
         with torch.no_grad():
             for p in model.parameters():
                 p -= rate * p.grad
-        seen.append((float(total / count), float(norm)))
+        seen.append((total.item() / count, norm.item()))
     return seen
 
 

@@ -1,0 +1,138 @@
+"""The evaluation recipe, run by the real command on a checkpoint of the tiny model."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from components.envs.rewards import baseline
+from components.rollout.recorder import read_rollouts
+from tests.recipes.runs import arguments
+
+pytestmark = pytest.mark.model
+
+TASKS = ("create_task_1", "create_task_1_nl_eval", "impossible_task_1")
+
+
+def evaluation(model_dir, output_dir, **keys):
+    keys = {
+        "device": "cpu",
+        "dtype": "fp32",
+        "model_dir": model_dir,
+        "output_dir": output_dir,
+        "dataset__include": f"[{', '.join(TASKS)}]",
+        "num_trials": 2,
+        "rollout__max_turns": 6,
+        "rollout__max_turn_tokens": 32,
+        "rollout__max_tokens": 1024,
+        "rollout__num_workers": 3,
+        **keys,
+    }
+    return arguments("recipes/eval_agentic.py", config="configs/mock_eval.yaml", **keys)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tune, straight, tmp_path_factory):
+    """A checkpoint of a training run, three tasks, two trials each."""
+    output_dir = tmp_path_factory.mktemp("eval") / "run"
+    done = tune.run(*evaluation(straight.output_dir / "step_4", output_dir))
+    result = json.loads((output_dir / "eval.json").read_text())
+    return SimpleNamespace(output_dir=output_dir, done=done, result=result)
+
+
+def test_results_are_those_of_the_recorded_rollouts(evaluated):
+    rollouts = [r.rollout for r in read_rollouts(evaluated.output_dir / "rollouts.jsonl")]
+    assert sorted(r.spec.task_id for r in rollouts) == sorted(TASKS * 2)
+    rows = {row["task_id"]: row for row in evaluated.result["tasks"]}
+    assert list(rows) == list(TASKS)
+    for task_id, row in rows.items():
+        mine = sorted(
+            (r for r in rollouts if r.spec.task_id == task_id), key=lambda r: r.spec.member
+        )
+        assert row["status"] == [r.status for r in mine]
+        assert row["official"] == [r.reward_breakdown["official"] for r in mine]
+        assert row["strict"] == [r.reward_breakdown["strict"] for r in mine]
+        assert row["tool_calls"] == [r.stats["tool_calls"] for r in mine] == [0, 0]
+    metrics = evaluated.result["metrics"]
+    official = [value for row in rows.values() for value in row["official"]]
+    assert metrics["eval/official_mean"] == pytest.approx(sum(official) / 6)
+    assert metrics["eval/error_frac"] == 0
+    assert evaluated.result["num_trials"] == 2
+
+
+def test_the_do_nothing_agent_stands_beside(evaluated):
+    expected = [baseline("mock", task_id, "do_nothing").breakdown for task_id in TASKS]
+    rows = evaluated.result["tasks"]
+    assert [row["do_nothing"] for row in rows] == [parts["official"] for parts in expected]
+    assert [row["do_nothing_strict"] for row in rows] == [parts["strict"] for parts in expected]
+    assert {row["do_nothing"] for row in rows} == {0.0, 1.0}  # one task checks words alone
+    metrics = evaluated.result["metrics"]
+    assert metrics["eval/do_nothing_mean"] == pytest.approx(1 / 3)
+    assert metrics["eval/do_nothing_strict_mean"] == pytest.approx(
+        sum(parts["strict"] for parts in expected) / 3
+    )
+
+
+def test_the_console_has_a_table_by_task_and_the_means(evaluated):
+    assert evaluated.done.stderr == ""
+    out = evaluated.done.stdout
+    head = next(line for line in out.splitlines() if "official" in line)
+    for column in ("task", "strict", "do-nothing", "calls", "ended"):
+        assert column in head
+    for row in evaluated.result["tasks"]:
+        (line,) = (line for line in out.splitlines() if line.split()[:1] == [row["task_id"]])
+        assert re.search(rf"{sum(row['official']) / 2:.2f}\D", line)
+        assert row["status"][0].partition("_")[0] in line
+    for name, value in evaluated.result["metrics"].items():
+        assert re.search(rf"^{re.escape(name)} +{value:.3f}$", out, re.MULTILINE), name
+
+
+def test_what_is_written(evaluated):
+    names = sorted(path.name for path in evaluated.output_dir.iterdir())
+    assert names == ["config.yaml", "eval.json", "rollouts.jsonl", "run.json", "versions.json"]
+    assert json.loads((evaluated.output_dir / "run.json").read_text()) == {"recipe": "eval_agentic"}
+
+
+@pytest.mark.slow
+def test_greedy_decoding_plays_trials_alike(tune, tmp_path):
+    args = evaluation(
+        tune.model_dir,
+        tmp_path / "run",
+        rollout__temperature=0,
+        dataset__include="[create_task_1]",
+    )
+    tune.run(*args)
+    first, second = (r.rollout for r in read_rollouts(tmp_path / "run/rollouts.jsonl"))
+    assert first.spec.rollout_id != second.spec.rollout_id
+    assert first.messages == second.messages
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "already holds a run of eval_agentic"),
+        ({"model_dir": "no_such_model"}, "model 'no_such_model' not found"),
+        ({"dataset__include": "[create_task_99]"}, "['create_task_99'] are not in mock/test"),
+        ({"num_trails": 2}, "num_trails: unknown key; did you mean 'num_trials'?"),
+        ({"rollout__temperature": -1}, "rollout.temperature = -1: must be a number >= 0"),
+    ],
+)
+def test_mistakes_are_named_and_touch_nothing(
+    tune, evaluated, tmp_path, monkeypatch, capsys, keys, message
+):
+    from components import cli
+    from tests.recipes.runs import ROOT
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SINKFLEX_HOME", str(tmp_path / "home"))
+    output_dir = tmp_path / "run" if keys else evaluated.output_dir
+    before = sorted(evaluated.output_dir.rglob("*"))
+    args = evaluation(**({"model_dir": tune.model_dir, "output_dir": output_dir} | keys))
+    monkeypatch.setattr("sys.argv", ["tune", *args])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert sorted(evaluated.output_dir.rglob("*")) == before
