@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 #   make setup TORCH_INDEX=<address of PyTorch's index of CPU builds>
 TORCH_INDEX ?=
 TORCH ?= torch==2.13.0
-MODEL := smollm2-135m-instruct
+# A second `make retail` goes on with the run that is there.
+resume = $(if $(wildcard runs/$(1)/run.json),resume=true)
 
 .PHONY: setup model retail mock test test-slow lint format clean
 
@@ -24,10 +25,10 @@ model: setup
 	$(BIN)/python tools/get_model.py
 
 retail: model
-	$(BIN)/tune run recipes/grpo_agentic.py --config configs/retail.yaml
+	$(BIN)/tune run recipes/grpo_agentic.py --config configs/retail.yaml $(call resume,retail)
 
 mock: model
-	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml
+	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml $(call resume,mock)
 
 test: model lint
 	$(BIN)/python -m pytest tests -m "not slow and not gpu"

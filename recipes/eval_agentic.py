@@ -112,14 +112,14 @@ class EvalAgentic:
         metrics = evaluation_metrics(rollouts, num_trials=self.cfg.num_trials)
         rows = []
         for task_id, group in by_task(rollouts).items():
-            nothing = do_nothing(group[0].spec.domain, task_id)
+            nothing = do_nothing(group[0].spec.domain, task_id) or {}
             rows.append(
                 {
                     "task_id": task_id,
                     "official": [official_reward(r) for r in group],
                     "strict": [r.reward_breakdown.get("strict", 0.0) for r in group],
-                    "do_nothing": nothing["official"],
-                    "do_nothing_strict": nothing["strict"],
+                    "do_nothing": nothing.get("official"),
+                    "do_nothing_strict": nothing.get("strict"),
                     "status": [r.status for r in group],
                     "tool_calls": [r.stats.get("tool_calls", 0) for r in group],
                 }
@@ -151,7 +151,7 @@ def print_table(rows: list[dict]) -> None:
             row["task_id"],
             f"{sum(row['official']) / number:.2f}",
             f"{sum(row['strict']) / number:.2f}",
-            f"{row['do_nothing']:.2f}",
+            "-" if row["do_nothing"] is None else f"{row['do_nothing']:.2f}",
             f"{sum(row['tool_calls']) / number:.1f}",
             ", ".join(f"{status} {n}" for status, n in ends.items()),
         )

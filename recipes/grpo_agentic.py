@@ -37,7 +37,7 @@ from components.rollout.evaluation import evaluation_line, evaluation_metrics
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.stats import rollout_metrics, sampled_tokens
-from components.rollout.types import Rollout
+from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.training import checkpoint, run_dir
 from components.training.config import (
@@ -57,6 +57,7 @@ from components.training.config import (
 )
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
 from components.training.parallelize import (
+    World,
     clip_grad_norm,
     init_world,
     leave_world,
@@ -94,6 +95,7 @@ SCHEMA = {
     "env": Component(provided=("checker",)),
     "checker": Component(),
     "dataset": Component(),
+    "train_on_any_split": Bool(default=False),
     "tasks_per_step": Int(min=1),
     "rollout": {"group_size": Int(min=1), "temperature": Float(gt=0), **ROLLOUT},
     "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
@@ -119,6 +121,15 @@ WARM_START_KEYS = (
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
     problems = at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
+    if cfg.dataset.get("split", "train") != "train" and not cfg.train_on_any_split:
+        problems.append(
+            f"dataset.split = {cfg.dataset.split}: training is on the train split; "
+            "train_on_any_split=true allows another"
+        )
+    for dataset in ("dataset", "eval.dataset"):
+        domain = OmegaConf.select(cfg, f"{dataset}.domain")
+        if domain is not None and domain != cfg.env.get("domain", domain):
+            problems.append(f"{dataset}.domain = {domain}: must be env.domain = {cfg.env.domain}")
     problems += at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
     if cfg.warm_start.num_steps:
         problems += at_most(cfg, "warm_start.max_tokens", "tokens_per_batch")
@@ -130,7 +141,7 @@ class GRPOAgentic:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
-        self.world = init_world(cfg.device)
+        self.world = World.alone()
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
         self.stop = StopSignal()
         self.step = 0
@@ -144,22 +155,27 @@ class GRPOAgentic:
     def setup(self) -> None:
         """Build everything. What is wrong with the config is said before compute is paid for."""
         cfg = self.cfg
+        self.stop.install()
+        self.world = init_world(cfg.device)
         torch.manual_seed(cfg.seed)
         self.source_dir = model_dir(cfg.model_dir)
         self.dataset = instantiate(cfg.dataset)
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
         self.loss = instantiate(cfg.loss)
         self.output_dir = run_dir.check(cfg.output_dir, resume=cfg.resume, recipe="grpo_agentic")
-        self.stop.install()
         self.pool = worker_pool(
             make_env=as_partial(cfg.env, checker=instantiate(cfg.checker)),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(self.source_dir)),
             **as_dict(cfg.rollout, without=["group_size"]),
         )
+        everything = [*self.dataset.tasks, *(self.eval_dataset.tasks if self.eval_dataset else ())]
+        self.pool.check_prompts(self._specs(everything, group_size=1, phase="prompts"))
         self._build_model()
         self.loader = task_loader(self.dataset, tasks_per_step=cfg.tasks_per_step, seed=cfg.seed)
         found = checkpoint.last_whole(self.output_dir) if cfg.resume else None
         if found is None:
+            if cfg.resume:
+                self._say(f"no whole checkpoint in {self.output_dir}: starting from the beginning")
             self._warm_start()
         self.optimizer = instantiate(cfg.optimizer, self.masters.parameters())
         self.reference = ReferencePolicy(self.model) if self.loss.beta > 0 else None
@@ -268,10 +284,10 @@ class GRPOAgentic:
                 self._step(next(tasks))
                 loader_state = self.loader.state_dict()
                 last = self.step == cfg.num_steps
-                if cfg.eval and (last or self.step % cfg.eval.every == 0):
-                    self._evaluate()
                 if last or self.step % cfg.save_every == 0:
                     self._save(loader_state)
+                if cfg.eval and (last or self.step % cfg.eval.every == 0):
+                    self._evaluate()
         except StopRequested:
             # A step under way was given up before its optimizer step.
             self._save(loader_state)
@@ -317,22 +333,19 @@ class GRPOAgentic:
                 "learn from in this step and the weights did not change"
             )
 
+    def _specs(self, tasks: Sequence[Task], *, group_size: int, phase: str) -> list[RolloutSpec]:
+        """Orders for this rank's share of the tasks."""
+        named = [(task.domain, task.id) for task in tasks]
+        specs = group_specs(named, group_size=group_size, seed=self.cfg.seed, phase=phase)
+        return [spec for spec in specs if spec.group % self.world.size == self.world.rank]
+
     def _play(
         self, tasks: Sequence[Task], group_size: int, phase: str, temperature: float
     ) -> list[Rollout]:
         """Rollouts of this rank's share of the tasks."""
         assert self.pool is not None
         world = self.world
-        specs = [
-            spec
-            for spec in group_specs(
-                [(task.domain, task.id) for task in tasks],
-                group_size=group_size,
-                seed=self.cfg.seed,
-                phase=phase,
-            )
-            if spec.group % world.size == world.rank
-        ]
+        specs = self._specs(tasks, group_size=group_size, phase=phase)
         with tqdm(
             total=len(specs),
             desc=phase,

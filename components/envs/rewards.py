@@ -79,6 +79,8 @@ def score(trajectory: Trajectory) -> dict[str, float]:
         for trajectories that ended early. ``writes``: gold writes made with the right arguments,
         over the larger of gold and made writes. ``reads``: share of the gold reads made. A part
         with nothing to do (no gold writes and none made, no gold reads) equals ``official``.
+        ``read_success``: share of the agent's own reads that the tool answered without an error; 0
+        without reads.
     """
     parts = _official(trajectory)
     official = parts["official"]
@@ -96,6 +98,8 @@ def score(trajectory: Trajectory) -> dict[str, float]:
         _num_matched(gold.writes, writes_made) / num_writes if num_writes else official
     )
     parts["reads"] = _num_matched(gold.reads, made) / len(gold.reads) if gold.reads else official
+    reads = [ok for (name, _), ok in _calls(trajectory) if types.get(name) == "read"]
+    parts["read_success"] = sum(reads) / len(reads) if reads else 0.0
     return parts
 
 
@@ -142,18 +146,22 @@ def _raised_in_assertion(error: BaseException) -> bool:
 
 def _successful_calls(trajectory: Trajectory) -> list[Call]:
     """The agent's calls that a tool answered without an error, the task's own history left out."""
+    return [call for call, succeeded in _calls(trajectory) if succeeded]
+
+
+def _calls(trajectory: Trajectory) -> list[tuple[Call, bool]]:
+    """The agent's calls that were answered, and whether without an error."""
     messages = trajectory.official.messages
     task = find_task(trajectory.task.domain, trajectory.task.id)
     history = (task.initial_state and task.initial_state.message_history) or []
-    calls: list[Call] = []
+    calls: list[tuple[Call, bool]] = []
     pending: list[Any] = []
     for message in messages[len(history) :]:
         if message.role == "assistant":
             pending = list(message.tool_calls or ())
         elif message.role == "tool" and message.requestor == "assistant" and pending:
             call = pending.pop(0)
-            if not message.error:
-                calls.append((call.name, call.arguments))
+            calls.append(((call.name, call.arguments), not message.error))
     return calls
 
 
@@ -204,16 +212,18 @@ class PartialCredit:
     """A graded reward in [0, 1], for tasks where the official one is nearly always 0.
 
     1 exactly where the official reward is 1 and every gold write was made and no other; otherwise
-    the weighted sum of ``official``, ``writes`` and ``reads`` (see :func:`score`). The weights are
-    our choice, not the benchmark's: report the official reward beside it.
+    the weighted sum of ``official``, ``writes``, ``reads`` and ``read_success`` (see
+    :func:`score`). The weights are our choice, not the benchmark's: report the official reward
+    beside it.
     """
 
     official: float = 0.6
     writes: float = 0.3
-    reads: float = 0.1
+    reads: float = 0.05
+    read_success: float = 0.05
 
     def __post_init__(self) -> None:
-        weights = {"official": self.official, "writes": self.writes, "reads": self.reads}
+        weights = {name: getattr(self, name) for name in self.__slots__}
         if min(weights.values()) < 0 or abs(sum(weights.values()) - 1.0) > 1e-9:
             raise ValueError(f"partial credit: weights must be >= 0 and add up to 1, got {weights}")
         if not (self.official > 0 and self.writes > 0):
@@ -224,11 +234,7 @@ class PartialCredit:
         if parts["official"] == 1.0 and parts["writes"] == 1.0:
             value = 1.0
         else:
-            value = (
-                self.official * parts["official"]
-                + self.writes * parts["writes"]
-                + self.reads * parts["reads"]
-            )
+            value = sum(getattr(self, name) * parts.get(name, 0.0) for name in self.__slots__)
         return Reward(value=value, breakdown={**parts, "partial": value})
 
 

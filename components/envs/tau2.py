@@ -102,6 +102,8 @@ class Tau2Env(gymnasium.Env):
         """
         if user != "scripted" and not callable(user):
             raise ValueError(f"user: {user!r} is neither 'scripted' nor a callable (task) -> user")
+        if checker is not None and not callable(checker):
+            raise ValueError(f"checker: {checker!r} is not a callable (trajectory) -> Reward")
         for name, value in (
             ("max_steps", max_steps),
             ("max_errors", max_errors),

@@ -32,6 +32,17 @@ from components.rollout.types import Rollout, RolloutSpec, SampleRequest, Sample
 __all__ = ["Limits", "LimitsError", "run_episode"]
 
 
+def prompt_tokens(env: Env, renderer: Renderer, item: tuple[RolloutSpec, Limits]) -> float:
+    """Tokens of an episode's prompt, for ``WorkerPool.run_local``.
+
+    Raises:
+        LimitsError: the prompt and one full turn exceed ``max_tokens``.
+    """
+    episode = Episode(env, renderer, *item)
+    episode.start()
+    return episode.stats["prompt_tokens"]
+
+
 def run_episode(
     env: Env, renderer: Renderer, spec: RolloutSpec, *, limits: Limits, temperature: float
 ) -> Generator[SampleRequest, SampleResult, Rollout]:

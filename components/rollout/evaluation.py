@@ -9,6 +9,9 @@ from statistics import fmean
 
 from components.rollout.types import Rollout
 
+TAU2_DOMAINS = ("retail", "airline", "telecom", "mock")
+"""Domains for which there is a do-nothing baseline."""
+
 
 def pass_hat_k(num_trials: int, num_correct: int, k: int) -> float:
     """Unbiased estimate that k independent trials all succeed: C(c, k) / C(n, k).
@@ -32,11 +35,11 @@ def by_task(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def do_nothing(domain: str, task_id: str) -> Mapping[str, float]:
-    """The reward breakdown of an agent that says it cannot help."""
+def do_nothing(domain: str, task_id: str) -> Mapping[str, float] | None:
+    """The reward breakdown of an agent that says it cannot help; None outside tau2-bench."""
     from components.envs.rewards import baseline
 
-    return baseline(domain, task_id, "do_nothing").breakdown
+    return baseline(domain, task_id, "do_nothing").breakdown if domain in TAU2_DOMAINS else None
 
 
 def official_reward(rollout: Rollout) -> float:
@@ -75,9 +78,11 @@ def evaluation_metrics(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[
         "eval/turns": fmean(r.stats.get("turns", 0) for r in rollouts),
         "eval/tool_calls": fmean(r.stats.get("tool_calls", 0) for r in rollouts),
     }
-    nothing = [do_nothing(group[0].spec.domain, task_id) for task_id, group in tasks.items()]
-    metrics["eval/do_nothing_mean"] = fmean(reward["official"] for reward in nothing)
-    metrics["eval/do_nothing_strict_mean"] = fmean(reward["strict"] for reward in nothing)
+    baselines = [do_nothing(group[0].spec.domain, task_id) for task_id, group in tasks.items()]
+    nothing = [reward for reward in baselines if reward is not None]
+    if nothing:
+        metrics["eval/do_nothing_mean"] = fmean(reward["official"] for reward in nothing)
+        metrics["eval/do_nothing_strict_mean"] = fmean(reward["strict"] for reward in nothing)
     if num_trials > 1:
         metrics[f"eval/pass^{num_trials}"] = fmean(
             pass_hat_k(num_trials, c, num_trials) for c in correct

@@ -22,7 +22,7 @@ from typing import Any
 from components.chat.base import Renderer
 from components.envs.base import Env
 from components.policy.engine import PolicyEngine
-from components.rollout.agent_loop import Limits
+from components.rollout.agent_loop import Limits, prompt_tokens
 from components.rollout.episode import failed_rollout
 from components.rollout.slot import Failure, Slot, WorkerRefused
 from components.rollout.types import Rollout, RolloutSpec, SampleRequest
@@ -71,6 +71,7 @@ class WorkerPool:
         if b"__main__" in pickled:
             raise ValueError("make_env, make_renderer: not importable, they live in __main__")
         self.env_timeout_s = env_timeout_s
+        self.limits = limits
         self.temperature = temperature
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["components.rollout.worker", "components.rollout.preload"])
@@ -158,6 +159,14 @@ class WorkerPool:
                     live[index].send(("sampled", result), timeout_s=self.env_timeout_s)
                 requests = {}
         return [rollouts[index] for index in range(len(orders))]
+
+    def check_prompts(self, specs: Sequence[RolloutSpec]) -> None:
+        """Render the prompt of each spec, before anything else is paid for.
+
+        Raises:
+            WorkerRefused: a prompt and one full turn exceed ``max_tokens``.
+        """
+        self.run_local(prompt_tokens, [(spec, self.limits) for spec in specs])
 
     def run_local(
         self,

@@ -70,7 +70,7 @@ class MetricsLog:
                     "tensorboard: true, but the package is missing: pip install tensorboard"
                 ) from error
             self._tensorboard = SummaryWriter(
-                str(output_dir / "tensorboard"), purge_step=resume_step
+                str(output_dir / "tensorboard"), purge_step=resume_step + 1
             )
         self._rows = [row for row in read_metrics(self._jsonl) if row["step"] <= resume_step]
         temporary = self._jsonl.with_suffix(".tmp")

@@ -21,6 +21,11 @@ class World:
     size: int
     device: torch.device
 
+    @classmethod
+    def alone(cls) -> World:
+        """A single process on the CPU."""
+        return cls(rank=0, size=1, device=torch.device("cpu"))
+
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
@@ -99,7 +104,9 @@ def shard(model: PolicyModel, world: World, *, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # By default the root stays gathered after its forward, and weights written into the shards
+    # (a reference swapped in) would not be seen by the next one.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from components.envs.rewards import (
     _num_matched,
     baseline,
     gold_actions,
+    score,
 )
 from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import find_task
@@ -69,7 +70,8 @@ def test_partial_credit_on_two_writes():
     assert half.breakdown["writes"] == 0.5
     assert half.value == pytest.approx(0.3 * 0.5)
     wrong = [calls[0], (calls[1][0], {**calls[1][1], "title": "Another"})]
-    part = PartialCredit(official=0.5, writes=0.5, reads=0.0)(play("mock", task_id, wrong))
+    halves = PartialCredit(official=0.5, writes=0.5, reads=0.0, read_success=0.0)
+    part = halves(play("mock", task_id, wrong))
     assert part.value == pytest.approx(0.25)
     # A write too many costs as much as one too few.
     more = PartialCredit()(play("mock", task_id, [*calls, wrong[1]])).breakdown
@@ -88,8 +90,17 @@ def test_reads_count_where_they_succeed():
         f"generated-0-{i}" for i in range(50) if gold_actions("mock", f"generated-0-{i}").reads
     )
     seen = PartialCredit()(play("mock", task_id, [("get_users", {})]))
-    assert seen.breakdown["reads"] == 1.0
-    assert seen.value == pytest.approx(0.1)
+    assert seen.breakdown["reads"] == seen.breakdown["read_success"] == 1.0
+    assert seen.value == pytest.approx(0.05 + 0.05)
+
+
+def test_read_success_is_the_share_of_reads_without_an_error():
+    calls = [
+        ("get_order_details", {"order_id": "#W0000000"}),
+        ("find_user_id_by_name_zip", {"first_name": "Yusuf", "last_name": "Rossi", "zip": "19122"}),
+    ]
+    assert score(play("retail", "0", calls))["read_success"] == 0.5
+    assert score(play("retail", "0", []))["read_success"] == 0.0
 
 
 def test_early_end_scores_zero_with_components():
@@ -141,5 +152,9 @@ def test_weights_are_checked(weights):
 
 
 def test_checkers_can_be_sent_to_workers():
-    for checker in (OfficialReward(), StrictReward(), PartialCredit(writes=0.4, reads=0.0)):
+    for checker in (
+        OfficialReward(),
+        StrictReward(),
+        PartialCredit(official=0.5, writes=0.4),
+    ):
         assert pickle.loads(pickle.dumps(checker)) == checker

@@ -1,4 +1,4 @@
-"""The head is applied to the predecessors of the trained tokens, with the row's mask and positions."""
+"""The head sees the predecessors of the trained tokens; the model the mask and positions."""
 
 import torch
 
