@@ -1,7 +1,7 @@
 """Evaluate a checkpoint on a task split with the benchmark's own reward.
 
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml
-    tune run recipes/eval_agentic.py --config configs/retail_eval.yaml model_dir=runs/retail/step_4
+    tune run recipes/eval_agentic.py --config configs/retail_eval.yaml model_dir=runs/retail/step_3
 
 Prints the mean official reward beside what an agent gets that does nothing, and a table by task.
 A failed rollout (environment, user, deadline) stays in the denominator as 0 and is counted.
