@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 TORCH ?= torch==2.13.0
 # A second `make retail` goes on with the run that is there.
-resume = $(if $(wildcard runs/$(1)/run.json),resume=true)
+resume = $(if $(wildcard runs/$(1)/run.json), resume=true)
 
 .PHONY: setup model retail mock test test-slow lint format clean
 
@@ -25,10 +25,10 @@ model: setup
 	$(BIN)/python tools/get_model.py
 
 retail: model
-	$(BIN)/tune run recipes/grpo_agentic.py --config configs/retail.yaml $(call resume,retail)
+	$(BIN)/tune run recipes/grpo_agentic.py --config configs/retail.yaml$(call resume,retail)
 
 mock: model
-	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml $(call resume,mock)
+	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml$(call resume,mock)
 
 test: model lint
 	$(BIN)/python -m pytest tests -m "not slow and not gpu"

@@ -256,7 +256,7 @@ class GRPOAgentic:
             ),
             cache_key=depends_on if settings.use_cache else None,
             world=self.world,
-            check_stop=self.stop.check,
+            check_stop=self._stop_together,
             say=self._say,
         )
 
@@ -435,9 +435,8 @@ class GRPOAgentic:
             return self._logprobs(batch, plan)[0]
 
     def _stop_together(self) -> None:
-        """Give the step up if any rank was asked to stop: all of them leave, or none."""
+        """Give up what is under way if any rank was asked to stop: all of them leave, or none."""
         if self.world.max([float(self.stop.requested)])[0]:
-            self.optimizer.zero_grad(set_to_none=True)
             raise StopRequested
 
     def _evaluate(self) -> None:

@@ -123,7 +123,7 @@ def test_a_held_out_task_is_not_a_training_task(run, tmp_path):
         ({"loss__eps_low": 1.5}, "eps_low = 1.5: must be in [0, 1)"),
         ({"loss__kl_estimator": "k4"}, "k4"),
         ({"rollout__max_tokens": 4096}, "rollout.max_tokens = 4096: the model's context is 2048"),
-        ({"dataset__split": "trian"}, "trian"),
+        ({"dataset__split": "tr4in"}, "tr4in"),
         ({"env__domain": "airlines"}, "airlines"),
     ],
 )

@@ -231,9 +231,14 @@ class TestProcesses:
         pool.run_local(look_inside, ["pid"] * 2)
         started = [psutil.Process(pid) for pid in pids(pool)]
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            pool.run([spec("hang:1", member=0), spec("user_stop:1", member=1)], FakeEngine())
+        # A shell starts background jobs with SIGINT ignored, and Python then leaves it so.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                pool.run([spec("hang:1", member=0), spec("user_stop:1", member=1)], FakeEngine())
+        finally:
+            signal.signal(signal.SIGINT, before)
         [rollout] = pool.run([spec("user_stop:1")], FakeEngine())
         assert rollout.status == "completed"
         started += [psutil.Process(pid) for pid in pids(pool)]
