@@ -228,7 +228,8 @@ def commands(path: Path) -> list[list[str]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-        lines = [line for language, fence in fences if not language for line in fence.splitlines()]
+        plain = [fence.replace("\\\n", " ") for language, fence in fences if not language]
+        lines = [line for fence in plain for line in fence.splitlines()]
         lines += re.findall(r"`((?:tune|make|python) [^`<\n]+)`", text)
     else:
         lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#   ")]
