@@ -15,11 +15,6 @@ from components.envs.base import Env, Message, ToolSpec
 from components.rollout.agent_loop import Limits, run_episode
 from components.rollout.types import Author, Rollout, RolloutSpec, SampleResult, Tokens
 
-RETAIL_DO_NOTHING = ("10", "12", "25", "50", "57", "65", "105")
-"""Retail tasks that an agent which does nothing solves."""
-RETAIL_ORDER_SENSITIVE = ("20", "21", "36", "37", "100")
-"""Retail tasks whose score depends on the order of items in a call, by a flaw of a tool."""
-
 UNLIMITED = Limits(max_turns=200, max_turn_tokens=4096, max_tokens=1_000_000, max_refused=0)
 """What a demonstration may use; its length is judged afterwards."""
 

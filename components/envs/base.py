@@ -5,7 +5,7 @@ Nothing here imports torch: writing an environment takes plain Python.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -124,6 +124,3 @@ class Env(Protocol):
     def close(self) -> None:
         """Free everything."""
         ...
-
-
-Observation = Sequence[Message]

@@ -42,7 +42,7 @@ class ResumeState:
     reference: dict[str, Tensor]
     """The reference policy's weights; empty without one."""
     state: dict[str, Any]
-    """JSON: step, loader state, lr schedule, and what the recipe adds."""
+    """JSON: step, loader state, seed."""
 
 
 def gather(
