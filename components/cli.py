@@ -30,6 +30,14 @@ WITHOUT_TORCH = ("ls", "cp", "cat")
 
 def main() -> None:
     """Run the command line in ``sys.argv``."""
+    try:
+        _main()
+    except KeyboardInterrupt:
+        print("tune: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in WITHOUT_TORCH:
         _light(command)
@@ -112,8 +120,11 @@ def _run(command: Any, args: argparse.Namespace) -> None:
 
 
 def _launch(command: Any, args: argparse.Namespace) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # How long a rank has for a clean stop, with a checkpoint, before it is killed.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     if args.nproc_per_node.isdigit():  # torchrun would give each process one thread, with a warning
         threads = max(1, (os.cpu_count() or 1) // int(args.nproc_per_node))
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -123,6 +134,8 @@ def _launch(command: Any, args: argparse.Namespace) -> None:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()
         raise SystemExit(failure.exitcode if failure.exitcode > 0 else 1) from None
+    except SignalException as error:  # the ranks have stopped
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _split_config(arguments: list[str]) -> list[str]:

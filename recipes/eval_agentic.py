@@ -12,31 +12,24 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from components.models.paths import model_dir
 from components.rollout.evaluation import by_task, do_nothing, evaluation_metrics, official_reward
+from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.types import Rollout
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
-from components.training import run_dir
-from components.training.config import (
-    Component,
-    Float,
-    Int,
-    OneOf,
-    Str,
-    as_dict,
-    as_partial,
-    config_errors,
-    instantiate,
-    parse,
-)
-from components.training.sections import ROLLOUT
+from components.training import parallelize, run_dir
+from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
+from components.training.parallelize import World
+from components.training.schema import Component, Float, Int, OneOf, Str
+from components.training.sections import ROLLOUT, at_most, same_tasks
+from components.training.stop import StopRequested, StopSignal
 
 SCHEMA = {
     "output_dir": Str(),
@@ -54,59 +47,96 @@ SCHEMA = {
 }
 
 
+def check(cfg: DictConfig) -> list[str]:
+    """What is wrong between settings that are each right alone."""
+    return same_tasks(cfg, "dataset") + at_most(
+        cfg, "rollout.max_turn_tokens", "rollout.max_tokens"
+    )
+
+
 class EvalAgentic:
     """Wires the components of a config together and evaluates."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
+        self.world = World.alone()
+        self.stop = StopSignal()
         self.pool: WorkerPool | None = None
+        self.recorder: Recorder | None = None
 
     def setup(self) -> None:
         """Build everything. What is wrong with the config is said before compute is paid for."""
         cfg = self.cfg
+        self.stop.install()
+        self.world = parallelize.init_world(cfg.device)
         torch.manual_seed(cfg.seed)
         source_dir = model_dir(cfg.model_dir)
-        self.dataset = instantiate(cfg.dataset)
+        dataset = instantiate(cfg.dataset)
         self.output_dir = run_dir.check(cfg.output_dir, resume=False, recipe="eval_agentic")
+        self.specs = group_specs(
+            [(task.domain, task.id) for task in dataset.tasks],
+            group_size=cfg.num_trials,
+            seed=cfg.seed,
+            phase="eval",
+        )
         self.pool = worker_pool(
             make_env=as_partial(cfg.env),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(source_dir)),
             **as_dict(cfg.rollout),
         )
-        device = cfg.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
-        model = instantiate(cfg.model, source_dir, dtype=dtype).to(device).requires_grad_(False)
+        model = instantiate(cfg.model, source_dir, dtype=dtype).to(self.world.device)
         self.engine = instantiate(
             cfg.engine,
-            model,
+            model.requires_grad_(False),
             max_tokens=cfg.rollout.max_tokens,
             max_batch_size=cfg.rollout.num_workers,
         )
-        run_dir.claim(self.output_dir, resume=False, recipe="eval_agentic")
-        run_dir.describe(self.output_dir, OmegaConf.to_yaml(cfg))
+        run_dir.claim_together(
+            self.output_dir,
+            self.world,
+            resume=False,
+            recipe="eval_agentic",
+            config_yaml=OmegaConf.to_yaml(cfg),
+        )
+        if self.world.is_main:
+            self.recorder = Recorder(self.output_dir / "rollouts.jsonl")
 
     def evaluate(self) -> None:
-        """Play every task ``num_trials`` times, score, print and write the results."""
-        cfg = self.cfg
+        """Play every task ``num_trials`` times, score, print and write the results.
+
+        With several ranks each plays its share; what a stop leaves is recorded, not reported.
+        """
         assert self.pool is not None
-        specs = group_specs(
-            [(task.domain, task.id) for task in self.dataset.tasks],
-            group_size=cfg.num_trials,
-            seed=cfg.seed,
-            phase="eval",
-        )
-        recorder = Recorder(self.output_dir / "rollouts.jsonl")
-        with tqdm(total=len(specs), desc="eval", unit="rollout", leave=False, disable=None) as bar:
+        played: list[Rollout] = []
+        stopped: StopRequested | None = None
+        try:
+            with self.stop.apart(self.world) as check_stop:
+                play_rollouts(
+                    self.pool,
+                    self.engine,
+                    self.specs[self.world.rank :: self.world.size],
+                    temperature=self.cfg.rollout.temperature,
+                    label="eval",
+                    show=self.world.is_main,
+                    check_stop=check_stop,
+                    on_done=partial(self._keep, played),
+                )
+        except StopRequested as request:
+            stopped = request
+        others = self.world.gather([] if self.world.is_main else played)
+        if self.recorder is not None:  # it wrote the main rank's own as they ended
+            self.recorder.write(0, others)
+        if stopped is not None:
+            raise stopped
+        if self.world.is_main:
+            place = {spec.rollout_id: number for number, spec in enumerate(self.specs)}
+            self._report(sorted([*played, *others], key=lambda r: place[r.spec.rollout_id]))
 
-            def on_done(rollout: Rollout) -> None:
-                recorder.write(0, [rollout])
-                bar.update()
-
-            rollouts = self.pool.run(specs, self.engine, on_done=on_done)
-        recorder.close()
-        self._report(rollouts)
+    def _keep(self, played: list[Rollout], rollout: Rollout) -> None:
+        played.append(rollout)
+        if self.recorder is not None:
+            self.recorder.write(0, [rollout])
 
     def _report(self, rollouts: list[Rollout]) -> None:
         metrics = evaluation_metrics(rollouts, num_trials=self.cfg.num_trials)
@@ -130,10 +160,18 @@ class EvalAgentic:
         for name, value in metrics.items():
             print(f"{name:<28} {value:.3f}")
 
+    def say(self, text: str) -> None:
+        """Print a line, on one rank."""
+        if self.world.is_main:
+            print(text, flush=True)
+
     def cleanup(self) -> None:
-        """Stop the workers."""
+        """Stop the workers and close what is open."""
         if self.pool is not None:
             self.pool.close()
+        parallelize.leave_world(self.world)
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def print_table(rows: list[dict]) -> None:
@@ -158,17 +196,22 @@ def print_table(rows: list[dict]) -> None:
     Console().print(table)
 
 
-@parse(SCHEMA)
-def recipe_main(cfg: DictConfig) -> None:
+@parse(SCHEMA, check=check)
+def recipe_main(cfg: DictConfig) -> int:
     """Evaluate a checkpoint on a task split."""
     recipe = EvalAgentic(cfg)
-    try:
-        with config_errors():
-            recipe.setup()
-        with config_errors(WorkerRefused), run_dir.disk_errors(recipe.output_dir):
-            recipe.evaluate()
-    finally:
-        recipe.cleanup()
+    with run_dir.disk_errors(cfg.output_dir):
+        try:
+            with config_errors():
+                recipe.setup()
+            with config_errors(WorkerRefused):
+                recipe.evaluate()
+        except StopRequested:
+            recipe.say(f"stopped: {cfg.output_dir} holds what was played, and no result")
+            return 130
+        finally:
+            recipe.cleanup()
+    return 0
 
 
 if __name__ == "__main__":

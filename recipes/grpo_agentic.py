@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from components.attention.plan import MaskPlan
 from components.data.dataset import task_loader
@@ -32,51 +31,33 @@ from components.models.weights import save_hf
 from components.rl.forward import packed_logprobs
 from components.rl.groups import trained_items
 from components.rl.losses import mismatch, truncated_importance_weights
-from components.rl.packing import PackedBatch, PackItem, empty_batch, pack, pack_stats
+from components.rl.packing import PackedBatch, PackItem
 from components.rollout.evaluation import evaluation_line, evaluation_metrics
+from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.stats import rollout_metrics, sampled_tokens
 from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
-from components.training import checkpoint, run_dir
-from components.training.config import (
-    Bool,
-    Component,
-    Float,
-    Int,
-    OneOf,
-    Section,
-    Str,
-    as_dict,
-    as_partial,
-    at_most,
-    config_errors,
-    instantiate,
-    parse,
-)
+from components.training import checkpoint, parallelize, run_dir, update
+from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
-from components.training.parallelize import (
-    World,
-    clip_grad_norm,
-    init_world,
-    leave_world,
-    refresh,
-    shard,
-)
+from components.training.parallelize import World
 from components.training.plot import plot_run
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
-from components.training.run_dir import disk_errors
-from components.training.sections import EVALUATION, ROLLOUT, WARM_START
+from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
+from components.training.sections import (
+    EVALUATION,
+    ROLLOUT,
+    WARM_START,
+    at_most,
+    same_tasks,
+    train_split,
+)
 from components.training.stop import StopRequested, StopSignal
 from components.training.supervised import SupervisedSettings
-from components.training.update import (
-    UpdateTotals,
-    check_finite,
-    group_metrics,
-    logprob_gain,
-)
+from components.training.warm_cache import cache_key
 from components.training.warm_start import demonstrate_tasks, warm_start
 
 SCHEMA = {
@@ -111,25 +92,11 @@ SCHEMA = {
     "eval": Section(EVALUATION, default=None),
 }
 
-WARM_START_KEYS = (
-    *("seed", "dtype", "model_dir", "model", "env", "dataset", "renderer"),
-    *("tokens_per_batch", "max_grad_norm", "warm_start"),
-)
-"""What the result of a warm start depends on: the key of its cache."""
-
 
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
     problems = at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
-    if cfg.dataset.get("split", "train") != "train" and not cfg.train_on_any_split:
-        problems.append(
-            f"dataset.split = {cfg.dataset.split}: training is on the train split; "
-            "train_on_any_split=true allows another"
-        )
-    for dataset in ("dataset", "eval.dataset"):
-        domain = OmegaConf.select(cfg, f"{dataset}.domain")
-        if domain is not None and domain != cfg.env.get("domain", domain):
-            problems.append(f"{dataset}.domain = {domain}: must be env.domain = {cfg.env.domain}")
+    problems += train_split(cfg) + same_tasks(cfg, "dataset") + same_tasks(cfg, "eval.dataset")
     problems += at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
     if cfg.warm_start.num_steps:
         problems += at_most(cfg, "warm_start.max_tokens", "tokens_per_batch")
@@ -145,7 +112,7 @@ class GRPOAgentic:
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
         self.stop = StopSignal()
         self.step = 0
-        self.saved_step = -1
+        self.saved_step, self.save_s = -1, 0.0
         self.pool: WorkerPool | None = None
         self.metrics: MetricsLog | None = None
         self.recorder: Recorder | None = None
@@ -156,7 +123,7 @@ class GRPOAgentic:
         """Build everything. What is wrong with the config is said before compute is paid for."""
         cfg = self.cfg
         self.stop.install()
-        self.world = init_world(cfg.device)
+        self.world = parallelize.init_world(cfg.device)
         torch.manual_seed(cfg.seed)
         self.source_dir = model_dir(cfg.model_dir)
         self.dataset = instantiate(cfg.dataset)
@@ -169,13 +136,15 @@ class GRPOAgentic:
             **as_dict(cfg.rollout, without=["group_size"]),
         )
         everything = [*self.dataset.tasks, *(self.eval_dataset.tasks if self.eval_dataset else ())]
-        self.pool.check_prompts(self._specs(everything, group_size=1, phase="prompts"))
+        with self.stop.apart(self.world) as check_stop:
+            specs = self._specs(everything, group_size=1, phase="prompts")
+            self.pool.check_prompts(specs, on_round=check_stop)
         self._build_model()
         self.loader = task_loader(self.dataset, tasks_per_step=cfg.tasks_per_step, seed=cfg.seed)
         found = checkpoint.last_whole(self.output_dir) if cfg.resume else None
         if found is None:
             if cfg.resume:
-                self._say(f"no whole checkpoint in {self.output_dir}: starting from the beginning")
+                self.say(f"no whole checkpoint in {self.output_dir}: starting from the beginning")
             self._warm_start()
         self.optimizer = instantiate(cfg.optimizer, self.masters.parameters())
         self.reference = ReferencePolicy(self.model) if self.loss.beta > 0 else None
@@ -189,34 +158,24 @@ class GRPOAgentic:
             recipe="grpo_agentic",
             config_yaml=OmegaConf.to_yaml(cfg),
         )
-        kept = self.step or -1  # at step 0 the evaluation before it is repeated
         if self.world.is_main:
+            kept = self.step or -1  # at step 0 the evaluation before it is repeated
             self.metrics = MetricsLog(
                 self.output_dir, resume_step=kept, tensorboard=cfg.tensorboard
             )
             self.recorder = Recorder(self.output_dir / "rollouts.jsonl", resume_step=kept)
 
     def _build_model(self) -> None:
-        """The policy, its fp32 master weights, and the engine that samples from it.
-
-        Alone, trainer and engine share one module: it computes in ``dtype`` and the optimizer works
-        on fp32 copies. With FSDP2 the trainer holds fp32 shards and the engine an unsharded copy
-        that is refreshed after each step, so sampling never runs inside sharded forwards.
-        """
-        cfg, world = self.cfg, self.world
-        if world.size == 1:
-            self.model = instantiate(cfg.model, self.source_dir, dtype=self.dtype).to(world.device)
-            self.engine_model = self.model
-        else:
-            self.engine_model = instantiate(cfg.model, self.source_dir, dtype=self.dtype)
-            self.engine_model.to(world.device).requires_grad_(False)
-            self.model = instantiate(cfg.model, self.source_dir, dtype=torch.float32)
-            shard(self.model.to(world.device), world, dtype=self.dtype)
+        """The policy, its fp32 master weights, and the engine that samples from it."""
+        cfg = self.cfg
+        make_model = partial(instantiate, cfg.model, self.source_dir)
+        self.model, self.engine_model = parallelize.build_policy(
+            make_model, self.world, dtype=self.dtype
+        )
         limit = self.model.config.max_positions
-        if cfg.rollout.max_tokens > limit:
-            raise ValueError(
-                f"rollout.max_tokens = {cfg.rollout.max_tokens}: the model's context is {limit}"
-            )
+        for setting in ("rollout.max_tokens", "warm_start.max_tokens"):
+            if (value := OmegaConf.select(cfg, setting)) > limit:
+                raise ValueError(f"{setting} = {value}: the model's context is {limit}")
         self.masters = MasterWeights(self.model)
         self.engine = instantiate(
             cfg.engine,
@@ -231,7 +190,8 @@ class GRPOAgentic:
         assert self.pool is not None
         if settings.num_steps == 0:
             return
-        depends_on = as_dict(OmegaConf.masked_copy(cfg, [*WARM_START_KEYS]))
+        device = self.world.device.type
+        key = cache_key(as_dict(cfg), model_dir=self.source_dir, device=device)
         warm_start(
             self.model,
             self.masters,
@@ -245,6 +205,7 @@ class GRPOAgentic:
                 max_tokens=settings.max_tokens,
                 seed=cfg.seed,
                 world=self.world,
+                stop=self.stop,
             ),
             settings=SupervisedSettings(
                 num_steps=settings.num_steps,
@@ -254,20 +215,21 @@ class GRPOAgentic:
                 max_grad_norm=cfg.max_grad_norm,
                 seed=cfg.seed,
             ),
-            cache_key=depends_on if settings.use_cache else None,
+            key=key if settings.use_cache else None,
             world=self.world,
-            check_stop=self._stop_together,
-            say=self._say,
+            stop=self.stop,
+            say=self.say,
         )
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line, on one rank."""
         if self.world.is_main:
             print(text, flush=True)
 
     def _sync_engine(self) -> None:
         """Make the engine sample from the trainer's weights, stamped with the step."""
         if self.engine_model is not self.model:
-            refresh(self.engine_model, self.model)
+            parallelize.refresh(self.engine_model, self.model)
         self.engine.sync(self.step)
 
     # ---- one step ----------------------------------------------------------------------------
@@ -278,20 +240,18 @@ class GRPOAgentic:
         tasks = iter(self.loader)
         loader_state = self.loader.state_dict()
         try:
-            if self.step == 0 and cfg.eval and cfg.eval.before:
-                self._evaluate()
+            self._evaluate_if_due()
             while self.step < cfg.num_steps:
                 self._step(next(tasks))
                 loader_state = self.loader.state_dict()
-                last = self.step == cfg.num_steps
-                if last or self.step % cfg.save_every == 0:
+                if self.step % cfg.save_every == 0:
                     self._save(loader_state)
-                if cfg.eval and (last or self.step % cfg.eval.every == 0):
-                    self._evaluate()
+                self._evaluate_if_due()
+            self._save(loader_state)
         except StopRequested:
             # A step under way was given up before its optimizer step.
             self._save(loader_state)
-            self._say(f"stopped after step {self.step}; go on with resume=true")
+            self.say(f"stopped after step {self.step}; go on with resume=true")
         if self.world.is_main:
             plot_run(self.output_dir)
 
@@ -305,30 +265,32 @@ class GRPOAgentic:
             rollouts, normalize_std=cfg.advantages.normalize_std, eps=cfg.advantages.eps
         )
         with timer("update"):
-            update, probe = self._update(items)
+            metrics, probe = self._update(items)
         self.step += 1
         if probe is not None and cfg.probe_update:
             with timer("probe"), torch.no_grad():
                 batch, plan, old = probe
-                update |= logprob_gain(self._logprobs(batch, plan)[0], old, batch, self.world)
+                new = self._logprobs(batch, plan)[0]
+                metrics |= update.logprob_gain(new, old, batch, self.world)
         with timer("sync"):
             self._sync_engine()
         everyone = self.world.gather(rollouts)
         metrics = {
             **rollout_metrics(everyone),
-            **group_metrics(advantages, self.world),
-            **update,
+            **update.group_metrics(advantages, self.world),
+            **metrics,
             **timer.metrics(since=start),
             "perf/sampled_tokens_per_s": sampled_tokens(everyone) / timer.seconds["rollout"],
-            "perf/trained_tokens_per_s": update["pack/trained_tokens"] / timer.seconds["update"],
+            "perf/trained_tokens_per_s": metrics["pack/trained_tokens"] / timer.seconds["update"],
+            "time/save_s": self.save_s,
             "mem/peak_gib": self.world.max([peak_gib(self.world.device)])[0],
         }
         if self.metrics is not None and self.recorder is not None:
             self.recorder.write(self.step, everyone)
             self.metrics.log(self.step, metrics)
-        self._say(console_line(self.step, cfg.num_steps, metrics))
-        if update["pack/trained_tokens"] == 0:
-            self._say(
+        self.say(console_line(self.step, cfg.num_steps, metrics))
+        if metrics["pack/trained_tokens"] == 0:
+            self.say(
                 "          no group had rollouts with different rewards, so there was nothing to "
                 "learn from in this step and the weights did not change"
             )
@@ -344,21 +306,15 @@ class GRPOAgentic:
     ) -> list[Rollout]:
         """Rollouts of this rank's share of the tasks."""
         assert self.pool is not None
-        world = self.world
-        specs = self._specs(tasks, group_size=group_size, phase=phase)
-        with tqdm(
-            total=len(specs),
-            desc=phase,
-            unit="rollout",
-            leave=False,
-            disable=None if world.is_main else True,  # None: shown on a terminal only
-        ) as bar:
-            return self.pool.run(
-                specs,
+        with self.stop.apart(self.world) as check_stop:
+            return play_rollouts(
+                self.pool,
                 self.engine,
+                self._specs(tasks, group_size=group_size, phase=phase),
                 temperature=temperature,
-                on_done=lambda _: bar.update(),
-                on_round=self.stop.check if world.size == 1 else None,
+                label=phase,
+                show=self.world.is_main,
+                check_stop=check_stop,
             )
 
     def _update(self, items: Sequence[PackItem]) -> tuple[dict[str, float], tuple | None]:
@@ -369,30 +325,25 @@ class GRPOAgentic:
             None when there was nothing to train.
         """
         cfg, world = self.cfg, self.world
-        batches = pack(items, tokens_per_batch=cfg.tokens_per_batch)
-        num_batches = int(world.max([len(batches)])[0])
-        batches += [empty_batch()] * (num_batches - len(batches))
-        stats = pack_stats(items, batches)
-        computed, tokens, trained = world.sum(
-            [stats.computed_tokens, stats.rollout_tokens, stats.trained_tokens]
+        rows, metrics = update.packed_rows(
+            items, tokens_per_batch=cfg.tokens_per_batch, world=world
         )
-        metrics = {
-            "pack/saving": computed / tokens if tokens else 1.0,
-            "pack/trained_tokens": trained,
-            "pack/num_batches": float(num_batches),
-            "train/lr": self.optimizer.param_groups[0]["lr"],
-        }
+        metrics["train/lr"] = self.optimizer.param_groups[0]["lr"]
+        trained = metrics["pack/trained_tokens"]
         if trained == 0:
             return metrics, None
-        batches = [batch.to(world.device) for batch in batches]
-        plans = [MaskPlan.from_tree(batch.tree) for batch in batches]
-        totals = UpdateTotals()
+        dump = self.output_dir / f"not_finite_step_{self.step + 1}_rank_{world.rank}.pt"
+        totals = update.UpdateTotals()
         first = None
-        for batch, plan in zip(batches, plans, strict=True):
-            self._stop_together()
-            reference = self._reference_logprobs(batch, plan)
+        for batch, plan in rows:
+            self.stop.check_together(world)
+            reference = None
+            if self.reference is not None:
+                with self.reference.swapped_in(), torch.no_grad():
+                    reference = self._logprobs(batch, plan)[0]
             logprobs, entropy = self._logprobs(batch, plan)
             old = logprobs.detach()
+            update.check_finite({"trainer_logprobs": float(old.sum())}, rows, dump)
             first = first or (batch, plan, old)
             weights = None
             if cfg.importance_cap is not None:
@@ -411,8 +362,10 @@ class GRPOAgentic:
             (out.loss * world.size).backward()
             totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
         metrics |= totals.metrics(world)
-        metrics["train/grad_norm"] = clip_grad_norm(self.masters.parameters(), cfg.max_grad_norm)
-        check_finite(metrics, batches, output_dir=self.output_dir, step=self.step + 1)
+        metrics["train/grad_norm"] = parallelize.clip_grad_norm(
+            self.masters.parameters(), cfg.max_grad_norm
+        )
+        update.check_finite(metrics, rows, dump)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.masters.publish()
@@ -428,30 +381,29 @@ class GRPOAgentic:
             compute_entropy=True,
         )
 
-    def _reference_logprobs(self, batch: PackedBatch, plan: MaskPlan) -> torch.Tensor | None:
-        if self.reference is None:
-            return None
-        with self.reference.swapped_in():
-            return self._logprobs(batch, plan)[0]
-
-    def _stop_together(self) -> None:
-        """Give up what is under way if any rank was asked to stop: all of them leave, or none."""
-        if self.world.max([float(self.stop.requested)])[0]:
-            raise StopRequested
-
-    def _evaluate(self) -> None:
+    def _evaluate_if_due(self) -> None:
         """Held-out tasks with the official reward; recorded beside the training rollouts."""
-        cfg = self.cfg
-        assert self.eval_dataset is not None
-        phase = f"eval/{self.step}"
+        cfg, start = self.cfg, time.perf_counter()
+        if not cfg.eval:
+            return
+        due = cfg.eval.before if self.step == 0 else self.step % cfg.eval.every == 0
+        done = self.metrics is not None and self.metrics.has(self.step, "eval/")  # before a resume
+        if not (due or self.step == cfg.num_steps) or self.world.max([float(done)])[0]:
+            return
         rollouts = self.world.gather(
-            self._play(self.eval_dataset.tasks, cfg.eval.num_trials, phase, cfg.eval.temperature)
+            self._play(
+                self.eval_dataset.tasks,
+                cfg.eval.num_trials,
+                f"eval/{self.step}",
+                cfg.eval.temperature,
+            )
         )
         metrics = evaluation_metrics(rollouts, num_trials=cfg.eval.num_trials)
+        metrics["time/eval_s"] = time.perf_counter() - start
         if self.metrics is not None and self.recorder is not None:
             self.recorder.write(self.step, rollouts)
             self.metrics.log(self.step, metrics)
-        self._say(evaluation_line(self.step, cfg.num_steps, metrics))
+        self.say(evaluation_line(self.step, cfg.num_steps, metrics))
 
     # ---- checkpoints -------------------------------------------------------------------------
 
@@ -459,6 +411,7 @@ class GRPOAgentic:
         """Write ``step_N`` (collective); nothing is lost if that fails half-way."""
         if self.saved_step == self.step:
             return
+        start = time.perf_counter()
         state = {"step": self.step, "loader": loader_state, "seed": self.cfg.seed}
         checkpoint.save(
             self.output_dir,
@@ -468,7 +421,7 @@ class GRPOAgentic:
             world=self.world,
             keep_resume_states=self.cfg.keep_resume_states,
         )
-        self.saved_step = self.step
+        self.saved_step, self.save_s = self.step, time.perf_counter() - start
 
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint as if the run had never stopped."""
@@ -477,31 +430,34 @@ class GRPOAgentic:
         )
         self.loader.load_state_dict(state["loader"])
         self.step = self.saved_step = state["step"]
-        self._say(f"resuming from {path.name}")
+        self.say(f"resuming from {path.name}")
+        for change in run_dir.changed_settings(self.output_dir, as_dict(self.cfg)):
+            self.say(f"  changed since: {change}")
 
     def cleanup(self) -> None:
         """Stop the workers and close what is open."""
         if self.pool is not None:
             self.pool.close()
+        parallelize.leave_world(self.world)
         if self.metrics is not None and self.recorder is not None:
             self.metrics.close()
             self.recorder.close()
-        leave_world(self.world)
 
 
 @parse(SCHEMA, check=check)
 def recipe_main(cfg: DictConfig) -> None:
     """Train a policy with GRPO on an agentic environment."""
     recipe = GRPOAgentic(cfg)
-    try:
-        with config_errors():
-            recipe.setup()
-        with config_errors(WorkerRefused), disk_errors(recipe.output_dir):
-            recipe.train()
-    except StopRequested:
-        print("stopped before the first step: there is nothing to save yet")
-    finally:
-        recipe.cleanup()
+    with run_dir.disk_errors(cfg.output_dir):
+        try:
+            with config_errors():
+                recipe.setup()
+            with config_errors(WorkerRefused):
+                recipe.train()
+        except StopRequested:
+            recipe.say("stopped before the first step: there is nothing to save yet")
+        finally:
+            recipe.cleanup()
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ class AgenticEnvDataset(Dataset):
         domain: str,
         split: str,
         tasks: str = "official",
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] = (),
+        include: Sequence[str | int] | None = None,
+        exclude: Sequence[str | int] = (),
     ) -> None:
         """List the tasks.
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from components.chat.base import Renderer
 from components.envs.base import Env, Message, ToolSpec
 from components.rollout.agent_loop import Limits, run_episode
-from components.rollout.types import Author, Rollout, RolloutSpec, SampleResult, Tokens
+from components.rollout.types import Rollout, RolloutSpec, SampleResult, Tokens
 
 UNLIMITED = Limits(max_turns=200, max_turn_tokens=4096, max_tokens=1_000_000, max_refused=0)
 """What a demonstration may use; its length is judged afterwards."""
@@ -115,21 +115,6 @@ class Demonstrations:
     dropped: Mapping[str, tuple[str, ...]]
     """Why not kept -> rollout ids: ``reward``, ``too_long``, ``error``."""
     num_cut: int
-
-    def summary(self) -> dict[str, float]:
-        """Counts and means for a log, tokens by author."""
-        lengths = sorted(len(rollout.tokens) for rollout in self.rollouts)
-        authors = [author for rollout in self.rollouts for author in rollout.tokens.authors]
-        count = max(len(lengths), 1)
-        return {
-            "demos/kept": len(lengths),
-            "demos/cut": self.num_cut,
-            **{f"demos/dropped_{why}": len(ids) for why, ids in self.dropped.items()},
-            "demos/tokens_median": lengths[len(lengths) // 2] if lengths else 0,
-            "demos/tokens_max": lengths[-1] if lengths else 0,
-            "demos/trained_tokens_mean": authors.count(Author.ASSISTANT) / count,
-            "demos/tool_tokens_mean": authors.count(Author.TOOL) / count,
-        }
 
 
 def collect(

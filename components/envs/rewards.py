@@ -213,8 +213,9 @@ class PartialCredit:
 
     1 exactly where the official reward is 1 and every gold write was made and no other; otherwise
     the weighted sum of ``official``, ``writes``, ``reads`` and ``read_success`` (see
-    :func:`score`). The weights are our choice, not the benchmark's: report the official reward
-    beside it.
+    :func:`score`). An episode that did not come to its end gets 0, whoever cut it short: the
+    benchmark's limit on steps, or ours on turns and tokens. The weights are our choice, not the
+    benchmark's: report the official reward beside it.
     """
 
     official: float = 0.6
@@ -231,7 +232,9 @@ class PartialCredit:
 
     def __call__(self, trajectory: Trajectory) -> Reward:
         parts = score(trajectory)
-        if parts["official"] == 1.0 and parts["writes"] == 1.0:
+        if trajectory.termination_reason not in STOPS:
+            value = 0.0
+        elif parts["official"] == 1.0 and parts["writes"] == 1.0:
             value = 1.0
         else:
             value = sum(getattr(self, name) * parts.get(name, 0.0) for name in self.__slots__)

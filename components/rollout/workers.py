@@ -160,13 +160,20 @@ class WorkerPool:
                 requests = {}
         return [rollouts[index] for index in range(len(orders))]
 
-    def check_prompts(self, specs: Sequence[RolloutSpec]) -> None:
+    def check_prompts(
+        self, specs: Sequence[RolloutSpec], *, on_round: Callable[[], None] | None = None
+    ) -> None:
         """Render the prompt of each spec, before anything else is paid for.
+
+        Args:
+            specs: orders.
+            on_round: see ``run_local``.
 
         Raises:
             WorkerRefused: a prompt and one full turn exceed ``max_tokens``.
         """
-        self.run_local(prompt_tokens, [(spec, self.limits) for spec in specs])
+        items = [(spec, self.limits) for spec in specs]
+        self.run_local(prompt_tokens, items, on_round=on_round)
 
     def run_local(
         self,
@@ -174,7 +181,7 @@ class WorkerPool:
         items: Iterable[Any],
         *,
         timeout_s: float | None = None,
-        on_done: Callable[[Any], None] | None = None,
+        on_round: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Run ``fn(env, renderer, item)`` in the workers, for work that needs no engine.
 
@@ -182,7 +189,7 @@ class WorkerPool:
             fn: picklable, from an importable module.
             items: picklable, one for each call.
             timeout_s: of one call; ``env_timeout_s`` if None.
-            on_done: called with each result as it arrives.
+            on_round: called each time that results have arrived; what it raises ends the work.
 
         Returns:
             Results in the order of ``items``; a :class:`Failure` where a call raised, ran past its
@@ -201,10 +208,10 @@ class WorkerPool:
                     live[index] = slot = free.popleft()
                     slot.send(("call", fn, item), timeout_s=timeout_s)
                 Slot.gather(live.values(), first_only=True)
+                (on_round or _ignore)()
                 for index in [i for i, slot in live.items() if slot.answered]:
                     results[index] = live[index].take_reply()
                     free.append(live.pop(index))
-                    (on_done or _ignore)(results[index])
         return [results[index] for index in range(total)]
 
     @contextlib.contextmanager

@@ -82,6 +82,11 @@ def restore(
     load_weights(masters.named_parameters(), resume.weights)
     load_optimizer_state(optimizer, resume.optimizer)
     if reference is not None:
+        if not resume.reference:
+            raise ValueError(
+                f"loss.beta: a KL term needs the reference policy that the run began with, and "
+                f"{path} has none, because it was made with beta 0"
+            )
         reference.load_full_state(resume.reference)
     masters.publish()
     return resume.state
@@ -177,7 +182,7 @@ def save(
             _write(target, resume, save_model)
             _drop_old_resume_states(output_dir, keep_resume_states)
         except Exception as error:
-            failed = _failed_write(error)
+            failed = failed_write(error)
             if failed is None:
                 raise
             failure, cause = [failed], error
@@ -190,7 +195,7 @@ def save(
     return target
 
 
-def _failed_write(error: Exception) -> tuple[int, str] | None:
+def failed_write(error: Exception) -> tuple[int, str] | None:
     """Number and text of the operating system's error behind an error, if there is one.
 
     Neither safetensors nor torch.save raises an OSError where a write fails.
@@ -207,7 +212,7 @@ def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]
     from safetensors.torch import save_file
 
     temporary = target.with_name(target.name + ".tmp")
-    _remove_leftovers(target)
+    _remove_leftovers(target.parent)
     try:
         save_model(temporary)
         folder = temporary / "resume"
@@ -229,13 +234,13 @@ def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]
         temporary.rename(target)
         flush(target.parent)
     except BaseException:
-        _remove_leftovers(target)
+        _remove_leftovers(target.parent)
         raise
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Half a checkpoint, and what ``save_model`` may have written beside it."""
-    for path in target.parent.glob(f"{target.name}.tmp*"):
+def _remove_leftovers(output_dir: Path) -> None:
+    """Halves of checkpoints, and what ``save_model`` may have written beside them."""
+    for path in output_dir.glob("step_*.tmp*"):
         remove_tree(path)
 
 

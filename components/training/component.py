@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import difflib
+import enum
 import functools
 import inspect
 import pkgutil
@@ -16,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from pathlib import PurePath
 from typing import Any
 
 COMPONENT = "_component_"
@@ -74,6 +76,10 @@ def did_you_mean(word: str, candidates: Iterable[str] | Mapping[str, str]) -> st
     shown = candidates if isinstance(candidates, Mapping) else {c: c for c in candidates}
     cutoff = 0.5 if len(word) <= 2 else 0.65  # "rl" should find "lr"
     close = difflib.get_close_matches(word, list(shown), n=1, cutoff=cutoff)
+    if not close:  # "adamw" should find "AdamW"
+        lower = {name.lower(): name for name in shown}
+        close = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cutoff)
+        close = [lower[name] for name in close]
     return f"; did you mean {shown[close[0]]!r}?" if close else ""
 
 
@@ -210,7 +216,10 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(
             fits(v, args[1]) for v in value.values() if len(args) == 2
         )
-    return True
+    # A class that YAML cannot write, such as Tensor: only a component can stand for it.
+    if not isinstance(hint, type) or hint is object or issubclass(hint, (PurePath, enum.Enum)):
+        return True
+    return not isinstance(value, (str, bool, int, float))
 
 
 _SEQUENCES = (
@@ -220,8 +229,31 @@ _SEQUENCES = (
 )
 
 
+_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    type(None): "null",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+    collections.abc.Mapping: "a mapping",
+    **dict.fromkeys(_SEQUENCES, "a list"),
+}
+
+
 def _name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    """What an annotation allows, as a phrase in the words of YAML that follows "must be"."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_name, args)))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    kind = _NAMES.get(origin or hint)
+    if kind == "a list" and args:
+        return f"a list, each element {_name(args[0])}"
+    return kind or (hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""))
 
 
 def build(node: Any, *args: Any, **kwargs: Any) -> Any:

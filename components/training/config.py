@@ -66,7 +66,6 @@ __all__ = [
     "Str",
     "as_dict",
     "as_partial",
-    "at_most",
     "config_errors",
     "instantiate",
     "load_config",
@@ -116,7 +115,7 @@ def find_config(path_or_name: str | Path) -> Path:
         return path
     raise ConfigError(
         f"config {name!r} is neither a file nor a shipped config"
-        f"{did_you_mean(name, known)} (`tune ls` lists the shipped ones)"
+        f"{did_you_mean(name, list(known))} (`tune ls` lists the shipped ones)"
     )
 
 
@@ -208,8 +207,14 @@ def parse(
                 cfg = validate(load_config(args.config, overrides), schema, check=check)
                 return main(cfg)
             except ConfigError as error:
-                print(f"{parser.prog}: {args.config}: {error}", file=sys.stderr)
+                if os.environ.get("SINKFLEX_TRACEBACK"):
+                    raise
+                where = " (SINKFLEX_TRACEBACK=1 shows where)" if error.__cause__ else ""
+                print(f"{parser.prog}: {args.config}: {error}{where}", file=sys.stderr)
                 raise SystemExit(2) from None
+            except KeyboardInterrupt:
+                print(f"{parser.prog}: interrupted", file=sys.stderr)
+                raise SystemExit(130) from None
 
         wrapper.validate = functools.partial(validate, schema=schema, check=check)  # type: ignore[attr-defined]
         return wrapper
@@ -245,12 +250,6 @@ def as_dict(node: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
     plain = _plain(node)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items() if key not in without}
-
-
-def at_most(cfg: DictConfig, key: str, limit: str) -> list[str]:
-    """The problem of one numeric setting being above another, if it is."""
-    value, bound = OmegaConf.select(cfg, key), OmegaConf.select(cfg, limit)
-    return [f"{key} = {value}: must be at most {limit} = {bound}"] if value > bound else []
 
 
 @contextlib.contextmanager

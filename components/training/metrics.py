@@ -78,6 +78,11 @@ class MetricsLog:
         temporary.replace(self._jsonl)
         self._write_csv()
 
+    def has(self, step: int, prefix: str) -> bool:
+        """Whether a row of ``step`` has a metric of that group, such as ``"eval/"``."""
+        rows = [row for row in self._rows if row["step"] == step]
+        return any(name.startswith(prefix) for row in rows for name in row)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one row for ``step`` (number of finished steps)."""
         row = {"step": step, **{name: float(value) for name, value in metrics.items()}}

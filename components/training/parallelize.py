@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +107,29 @@ def shard(model: PolicyModel, world: World, *, dtype: torch.dtype) -> None:
     # By default the root stays gathered after its forward, and weights written into the shards
     # (a reference swapped in) would not be seen by the next one.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def build_policy(
+    make_model: Callable[..., PolicyModel], world: World, *, dtype: torch.dtype
+) -> tuple[PolicyModel, PolicyModel]:
+    """The trainer's model and the one that the policy engine samples from.
+
+    Alone they are one module: it computes in ``dtype`` and the optimizer works on fp32 copies
+    (``MasterWeights``). With FSDP2 the trainer holds fp32 shards and the engine an unsharded copy,
+    filled by :func:`refresh`, so that sampling never runs inside sharded forwards.
+
+    Args:
+        make_model: ``make_model(dtype=...)`` builds the model on the CPU.
+        world: this process among its peers.
+        dtype: of the computation.
+    """
+    if world.size == 1:
+        model = make_model(dtype=dtype).to(world.device)
+        return model, model
+    engine_model = make_model(dtype=dtype).to(world.device).requires_grad_(False)
+    model = make_model(dtype=torch.float32).to(world.device)
+    shard(model, world, dtype=dtype)
+    return model, engine_model
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

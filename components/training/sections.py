@@ -1,6 +1,8 @@
-"""Sections of a config that several recipes share."""
+"""Sections of a config that several recipes share, and checks across their settings."""
 
 from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
 
 from components.training.schema import Bool, Component, Float, Int, ListOf, Str
 
@@ -34,3 +36,35 @@ EVALUATION = {
     "temperature": Float(min=0),
 }
 """Held-out tasks during training."""
+
+
+def at_most(cfg: DictConfig, key: str, limit: str) -> list[str]:
+    """The problem of one numeric setting being above another, if it is."""
+    value, bound = OmegaConf.select(cfg, key), OmegaConf.select(cfg, limit)
+    return [f"{key} = {value}: must be at most {limit} = {bound}"] if value > bound else []
+
+
+def train_split(cfg: DictConfig) -> list[str]:
+    """The problem of training on a split that is not for training, unless it is asked for."""
+    split = cfg.dataset.get("split", "train")
+    if split == "train" or cfg.train_on_any_split:
+        return []
+    return [
+        f"dataset.split = {split}: training is on the train split; "
+        "train_on_any_split=true allows another"
+    ]
+
+
+def same_tasks(cfg: DictConfig, dataset: str) -> list[str]:
+    """The problems of a dataset that draws tasks which the environment does not have.
+
+    Args:
+        cfg: a config with ``env`` and perhaps that dataset.
+        dataset: key of the dataset's component.
+    """
+    problems = []
+    for key in ("domain", "tasks"):
+        wanted = OmegaConf.select(cfg, f"{dataset}.{key}")
+        if wanted is not None and wanted != cfg.env.get(key, wanted):
+            problems.append(f"{dataset}.{key} = {wanted}: must be env.{key} = {cfg.env[key]}")
+    return problems

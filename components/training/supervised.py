@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from components.attention.plan import MaskPlan
 from components.models.decoder import PolicyModel
 from components.rl.forward import packed_logprobs
 from components.rl.losses import sft_loss
-from components.rl.packing import PackItem, empty_batch, pack
+from components.rl.packing import PackItem
 from components.rollout.types import Rollout
 from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
+from components.training.update import packed_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +100,17 @@ def _step(
     settings: SupervisedSettings,
     world: World,
 ) -> tuple[float, float]:
-    batches = pack(items, tokens_per_batch=settings.tokens_per_batch)
-    num_batches = int(world.max([len(batches)])[0])
-    batches += [empty_batch()] * (num_batches - len(batches))
-    denominator = world.sum([sum(len(b.index) for b in batches)])[0]
+    rows, packed = packed_rows(items, tokens_per_batch=settings.tokens_per_batch, world=world)
     total = 0.0
-    for batch in batches:
-        batch = batch.to(world.device)
+    for batch, plan in rows:
         logprobs, _ = packed_logprobs(
             model,
             batch,
-            plan=MaskPlan.from_tree(batch.tree),
+            plan=plan,
             temperature=1.0,
             chunk_size=settings.logprob_chunk,
         )
-        loss = sft_loss(logprobs, denominator=denominator)
+        loss = sft_loss(logprobs, denominator=packed["pack/trained_tokens"])
         total += float(loss.detach())
         # FSDP2 averages over ranks; the denominator is already the one of all ranks.
         (loss * world.size).backward()

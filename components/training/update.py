@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from components.attention.plan import MaskPlan
 from components.rl.advantages import GroupAdvantages
 from components.rl.losses import LossOutput, Mismatch
-from components.rl.packing import PackedBatch
+from components.rl.packing import PackedBatch, PackItem, empty_batch, pack, pack_stats
 from components.training.parallelize import World
+
+
+def packed_rows(
+    items: Sequence[PackItem], *, tokens_per_batch: int, world: World
+) -> tuple[list[tuple[PackedBatch, MaskPlan]], dict[str, float]]:
+    """Pack this rank's rollouts; every rank gets the same number of rows, some of them empty.
+
+    A rank with fewer rows would leave the others waiting in the collectives of FSDP2. Collective.
+
+    Args:
+        items: of this rank.
+        tokens_per_batch: longest row.
+        world: this process among its peers.
+
+    Returns:
+        Rows on this rank's device with their mask plans; ``pack/*`` metrics of all ranks.
+    """
+    batches = pack(items, tokens_per_batch=tokens_per_batch)
+    num_batches = int(world.max([len(batches)])[0])
+    batches += [empty_batch()] * (num_batches - len(batches))
+    stats = pack_stats(items, batches)
+    computed, tokens, trained = world.sum(
+        [stats.computed_tokens, stats.rollout_tokens, stats.trained_tokens]
+    )
+    metrics = {
+        "pack/saving": computed / tokens if tokens else 1.0,
+        "pack/trained_tokens": trained,
+        "pack/num_batches": float(num_batches),
+    }
+    batches = [batch.to(world.device) for batch in batches]
+    return [(batch, MaskPlan.from_tree(batch.tree)) for batch in batches], metrics
 
 
 class UpdateTotals:
@@ -34,7 +65,9 @@ class UpdateTotals:
             gap: between trainer and generator.
         """
         self._num_tokens += out.num_tokens
-        self._worst_gap = max(self._worst_gap, gap.logprob_diff_max)
+        # max() would lose a NaN: every comparison with one is false.
+        if not gap.logprob_diff_max <= self._worst_gap and not math.isnan(self._worst_gap):
+            self._worst_gap = gap.logprob_diff_max
         for name, value in (
             ("loss/policy", out.policy_sum),
             ("loss/kl", out.kl_sum),
@@ -65,26 +98,25 @@ def group_metrics(advantages: GroupAdvantages, world: World) -> dict[str, float]
 
 
 def check_finite(
-    metrics: Mapping[str, float],
-    batches: Sequence[PackedBatch],
-    *,
-    output_dir: Path,
-    step: int,
+    values: Mapping[str, float], rows: Sequence[tuple[PackedBatch, MaskPlan]], dump: Path
 ) -> None:
     """Stop before a bad step reaches the weights; keep what led to it.
+
+    Args:
+        values: metrics by name.
+        rows: of the step.
+        dump: where they go if a value is not finite.
 
     Raises:
         FloatingPointError: naming the metrics that are not finite and the file with the batch.
     """
-    wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
     if not wrong:
         return
-    path = output_dir / f"not_finite_step_{step}_rank_{os.environ.get('RANK', '0')}.pt"
     columns = ("tokens", "position", "index", "targets", "advantages", "generator_logprobs")
-    torch.save([{name: getattr(b, name).cpu() for name in columns} for b in batches], path)
+    torch.save([{name: getattr(b, name).cpu() for name in columns} for b, _ in rows], dump)
     raise FloatingPointError(
-        f"step {step}: {wrong} not finite. The weights are those of step {step - 1}; the batch is "
-        f"in {path}"
+        f"{wrong} not finite: the weights are those before this step; its batch is in {dump}"
     )
 
 

@@ -6,11 +6,8 @@ has nothing to learn from. A few supervised steps on training tasks give it a st
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +16,15 @@ from components.data.demonstrations import Demonstrations, collect
 from components.data.oracles import play
 from components.envs.base import Task
 from components.models.decoder import PolicyModel
-from components.models.paths import sinkflex_home
+from components.rollout.episode import failed_rollout
 from components.rollout.specs import group_specs
 from components.rollout.workers import Failure, WorkerPool
 from components.training.checkpoint import load_weights
 from components.training.parallelize import World, full_tensor
 from components.training.precision import MasterWeights
-from components.training.run_dir import write_text
+from components.training.stop import StopSignal
 from components.training.supervised import SupervisedSettings, supervised_steps
-
-FORMAT = 1
-"""Raise it when a change here or in the demonstrations makes cached warm starts stale."""
+from components.training.warm_cache import cache_file, read_cache, write_cache
 
 
 def demonstrate_tasks(
@@ -41,6 +36,7 @@ def demonstrate_tasks(
     max_tokens: int,
     seed: int,
     world: World,
+    stop: StopSignal,
 ) -> Demonstrations:
     """Play demonstrations in the workers of all ranks.
 
@@ -52,12 +48,14 @@ def demonstrate_tasks(
         max_tokens: longer demonstrations are cut after the last whole turn that fits.
         seed: of the order and of the episodes.
         world: this process among its peers.
+        stop: ends it early.
 
     Returns:
         The same demonstrations in the same order on every rank.
 
     Raises:
-        RuntimeError: if a worker failed.
+        ValueError: if not one of them could be played: an oracle of another domain, say.
+        StopRequested: on all ranks, if one was asked to stop.
     """
     chosen = list(tasks)
     random.Random(f"{seed}/demonstrations").shuffle(chosen)
@@ -68,11 +66,21 @@ def demonstrate_tasks(
         phase="demonstration",
     )
     mine = specs[world.rank :: world.size]
-    results = pool.run_local(play, [(spec, make_oracle) for spec in mine])
-    for spec, result in zip(mine, results, strict=True):
-        if isinstance(result, Failure):
-            raise RuntimeError(f"demonstration {spec.rollout_id}: {result.error}")
-    played = {rollout.spec.rollout_id: rollout for rollout in world.gather(results)}
+    results: list[Any] = []
+    with stop.apart(world) as check:
+        orders = [(spec, make_oracle) for spec in mine]
+        results = pool.run_local(play, orders, on_round=check)
+    rollouts = [
+        failed_rollout(spec, result.status, result.error) if isinstance(result, Failure) else result
+        for spec, result in zip(mine, results, strict=True)
+    ]
+    played = {rollout.spec.rollout_id: rollout for rollout in world.gather(rollouts)}
+    errors = [rollout.error for rollout in played.values() if not rollout.valid]
+    if len(errors) == len(played):
+        last_line = errors[0].strip().splitlines()[-1]
+        raise ValueError(
+            f"warm_start.oracle: none of {len(played)} demonstrations could be played: {last_line}"
+        )
     return collect(
         specs, play=lambda spec: played[spec.rollout_id], max_tokens=max_tokens, cut=True
     )
@@ -85,9 +93,9 @@ def warm_start(
     *,
     demonstrate: Callable[[], Demonstrations],
     settings: SupervisedSettings,
-    cache_key: Any | None,
+    key: Mapping[str, Any] | None,
     world: World,
-    check_stop: Callable[[], None],
+    stop: StopSignal,
     say: Callable[[str], None],
 ) -> None:
     """Teach the model the format and the protocol, or load what an equal warm start left.
@@ -98,21 +106,17 @@ def warm_start(
         optimizer: of ``masters``; used for these steps only.
         demonstrate: makes the demonstrations; not called when the cache has the result.
         settings: of the supervised steps.
-        cache_key: JSON-able, everything that the result depends on; None turns the cache off.
+        key: everything that the result depends on (``warm_cache.cache_key``); None turns the cache
+            off.
         world: this process among its peers.
-        check_stop: raises when the run was asked to stop.
+        stop: asked after each step.
         say: prints a line.
 
     Raises:
         ValueError: if no demonstration succeeded.
+        StopRequested: on all ranks, if one was asked to stop.
     """
-    cached = None if cache_key is None else _cache_path(cache_key, num_ranks=world.size)
-    if cached is not None and cached.exists():
-        from safetensors.torch import load_file
-
-        load_weights(masters.named_parameters(), load_file(cached))
-        masters.publish()
-        say(f"warm start: loaded {cached}")
+    if key is not None and _load_cached(masters, key, world=world, say=say):
         return
     made = demonstrate()
     lengths = sorted(len(rollout.tokens) for rollout in made.rollouts)
@@ -125,7 +129,7 @@ def warm_start(
 
     def on_step(step: int, loss: float, norm: float) -> None:
         say(f"warm start {step:>3}/{settings.num_steps}  loss {loss:7.4f}  gnorm {norm:7.3f}")
-        check_stop()
+        stop.check_together(world)
 
     supervised_steps(
         model,
@@ -136,28 +140,31 @@ def warm_start(
         world=world,
         on_step=on_step,
     )
-    if cached is not None:
+    if key is not None:
+        path = cache_file(key, num_ranks=world.size)
         weights = {n: full_tensor(p.detach()) for n, p in masters.named_parameters()}
-        if world.is_main:
-            _write_cache(cached, weights, cache_key)
+        problem = write_cache(path, weights, key) if world.is_main else ""
+        if problem:
+            say(f"warm start: not kept for other runs, {path} cannot be written: {problem}")
         world.barrier()
 
 
-def _cache_path(cache_key: Any, *, num_ranks: int) -> Path:
-    text = json.dumps([FORMAT, num_ranks, cache_key], sort_keys=True, default=str)
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return sinkflex_home() / "warm_starts" / f"{name}.safetensors"
-
-
-def _write_cache(path: Path, weights: dict[str, torch.Tensor], cache_key: Any) -> None:
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    try:
-        save_file({n: w.cpu().contiguous() for n, w in weights.items()}, temporary)
-        temporary.replace(path)
-    except BaseException:  # safetensors has an error of its own for a full disk
-        temporary.unlink(missing_ok=True)
-        raise
-    write_text(path.with_suffix(".json"), json.dumps(cache_key, indent=2, default=str) + "\n")
+def _load_cached(
+    masters: MasterWeights,
+    key: Mapping[str, Any],
+    *,
+    world: World,
+    say: Callable[[str], None],
+) -> bool:
+    """Load the result of an equal warm start on all ranks, or on none. Collective."""
+    path = cache_file(key, num_ranks=world.size)
+    found = read_cache(path)
+    if isinstance(found, str):
+        say(f"warm start: {path} is damaged and will be made anew: {found}")
+    if world.max([float(not isinstance(found, dict))])[0]:
+        return False
+    assert isinstance(found, dict)
+    load_weights(masters.named_parameters(), found)
+    masters.publish()
+    say(f"warm start: loaded {path}")
+    return True
