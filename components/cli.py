@@ -2,12 +2,11 @@
 
 What differs from torchtune's own:
 
-- ``tune ls``, ``cp``, ``cat`` and ``run`` know our recipes and configs, and start without torch
-  where they can.
+- ``tune ls``, ``cp``, ``cat`` and ``run`` know ours too, and start without torch where they can.
 - ``tune run`` takes a recipe by name, by a path of any form, or as a dotted module; the working
   directory comes first on ``sys.path``; ``--config`` must exist.
 - ``tune validate`` takes a name or a path and overrides, and checks a config against the schema
-  of its recipe. Configs of torchtune's recipes get torchtune's check.
+  of its recipe, or as torchtune does for its own.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def _main() -> None:
     from torchtune._cli import run, tune, validate
 
     registry.register()
-    # torchtune's parser builds its subcommands from these classes.
     run_command: Any = run.Run
     validate_command: Any = validate.Validate
     run_command._run_cmd = _run
@@ -123,7 +121,7 @@ def _launch(command: Any, args: argparse.Namespace) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # How long a rank has for a clean stop, with a checkpoint, before it is killed.
+    # Seconds that a rank has for a clean stop, checkpoint included.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     if args.nproc_per_node.isdigit():  # torchrun would give each process one thread, with a warning
         threads = max(1, (os.cpu_count() or 1) // int(args.nproc_per_node))

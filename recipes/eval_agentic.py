@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from components.disk import write_text
 from components.models.paths import model_dir
 from components.rollout.evaluation import by_task, do_nothing, evaluation_metrics, official_reward
 from components.rollout.progress import play_rollouts
@@ -155,7 +156,7 @@ class EvalAgentic:
                 }
             )
         result = {"metrics": metrics, "tasks": rows, "num_trials": self.cfg.num_trials}
-        run_dir.write_text(self.output_dir / "eval.json", json.dumps(result, indent=2) + "\n")
+        write_text(self.output_dir / "eval.json", json.dumps(result, indent=2) + "\n")
         print_table(rows)
         for name, value in metrics.items():
             print(f"{name:<28} {value:.3f}")

@@ -399,10 +399,10 @@ class GRPOAgentic:
             )
         )
         metrics = evaluation_metrics(rollouts, num_trials=cfg.eval.num_trials)
-        metrics["time/eval_s"] = time.perf_counter() - start
         if self.metrics is not None and self.recorder is not None:
             self.recorder.write(self.step, rollouts)
-            self.metrics.log(self.step, metrics)
+            seconds = time.perf_counter() - start
+            self.metrics.log(self.step, {**metrics, "time/eval_s": seconds})
         self.say(evaluation_line(self.step, cfg.num_steps, metrics))
 
     # ---- checkpoints -------------------------------------------------------------------------

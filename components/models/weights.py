@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torchtune.models.convert_weights import _FROM_HF, get_mapped_key, hf_to_tune, tune_to_hf
 
+from components.disk import flush
 from components.models.decoder import PolicyModel
 from components.models.lora import adapters, merged_weight
 
@@ -205,7 +206,7 @@ def _summary(what: str, names: list[str], *, shown: int = 4) -> str:
 
 def _publish(temporary: Path, directory: Path) -> None:
     for path in [*temporary.iterdir(), temporary]:
-        _sync(path)
+        flush(path)
     if directory.exists():
         old = directory.with_name(directory.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
@@ -214,12 +215,4 @@ def _publish(temporary: Path, directory: Path) -> None:
         shutil.rmtree(old)
     else:
         os.replace(temporary, directory)
-    _sync(directory.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(directory.parent)

@@ -8,10 +8,8 @@ saving finds the step before.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from components.disk import failed_write, flush, remove_tree, write_text
 from components.training.parallelize import World, full_tensor, shard_like
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
-from components.training.run_dir import flush, remove_tree, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -193,19 +191,6 @@ def save(
         last = f"the last whole checkpoint is {before.name}" if before else "no checkpoint is whole"
         raise OSError(number, f"{why} (while writing {target.name}; {last})") from cause
     return target
-
-
-def failed_write(error: Exception) -> tuple[int, str] | None:
-    """Number and text of the operating system's error behind an error, if there is one.
-
-    Neither safetensors nor torch.save raises an OSError where a write fails.
-    """
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__
-    if isinstance(error, OSError):
-        return error.errno or errno.EIO, error.strerror or str(error)
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return (int(match[1]), os.strerror(int(match[1]))) if match else None
 
 
 def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]) -> None:

@@ -194,7 +194,7 @@ def parse(
         def wrapper(argv: Sequence[str] | None = None) -> Any:
             parser = argparse.ArgumentParser(
                 description=main.__doc__,
-                epilog="keys:\n" + describe(schema),
+                epilog="keys:\n" + describe(as_field(schema)),
                 formatter_class=argparse.RawDescriptionHelpFormatter,
                 usage="%(prog)s --config CONFIG [key=value ...] [~key ...]",
                 allow_abbrev=False,

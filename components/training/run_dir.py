@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from components.disk import write_text
 from components.training.parallelize import World
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -184,32 +184,3 @@ def describe(path: Path, config_yaml: str) -> None:
         config.replace(path / f"config.{number}.yaml")
     write_text(config, config_yaml)
     write_text(path / "versions.json", json.dumps(versions, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the list of a directory's files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a directory if it is there."""
-    if path.exists():
-        shutil.rmtree(path)

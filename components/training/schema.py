@@ -1,4 +1,4 @@
-"""The shape of a config, declared by its recipe in plain Python, and the check against it.
+"""The shape of a config, declared by its recipe, and the check against it.
 
 A schema is a dict of fields; a nested dict is a section of the config::
 
@@ -9,7 +9,7 @@ A schema is a dict of fields; a nested dict is a section of the config::
         "optimizer": Component(positional=1),
     }
 
-A field with a default may be absent; a field whose default is None may also be null.
+A field with a default may be absent; one whose default is None may also be null.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from typing import Any, TypeAlias
 
 from components.training.component import check_component, did_you_mean, is_component
 
-
-class _Required:
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-
-REQUIRED = _Required()
+REQUIRED: Any = type("_Required", (), {"__repr__": lambda _: "REQUIRED"})()
 """The default of a field that has none."""
 
 
@@ -252,9 +246,9 @@ class Section(Field):
         prefix = f"{path}." if path else ""
         for key in value:
             if key not in self.fields:
-                hint = _inside_components(str(key), value, prefix)
-                hint = hint or self._suggest(str(key), prefix)
-                problems.append(f"{prefix}{key}: unknown key{hint}")
+                problems.append(
+                    f"{prefix}{key}: unknown key{self._suggest(str(key), prefix, value)}"
+                )
         checked = {}
         for key, field in self.fields.items():
             if key in value:
@@ -263,7 +257,10 @@ class Section(Field):
                 problems.append(f"{prefix}{key}: missing; {field.must_be}")
         return checked
 
-    def _suggest(self, key: str, prefix: str) -> str:
+    def _suggest(self, key: str, prefix: str, value: Mapping[str, Any]) -> str:
+        for name, inner in value.items():
+            if is_component(inner) and key in inner:  # such as lr, of the optimizer
+                return f"; did you mean '{prefix}{name}.{key}'?"
         deeper = {path.rpartition(".")[2]: prefix + path for path in self.paths()}
         return (
             did_you_mean(key, {f: prefix + f for f in self.fields} if key not in deeper else {})
@@ -280,12 +277,6 @@ class Section(Field):
         return found
 
 
-def _inside_components(key: str, section: Mapping[str, Any], prefix: str) -> str:
-    """A hint where an unknown key is one that a component of the section sets: ``lr``, say."""
-    places = [name for name, value in section.items() if is_component(value) and key in value]
-    return f"; did you mean '{prefix}{places[0]}.{key}'?" if places else ""
-
-
 Schema: TypeAlias = "Field | Mapping[str, Any]"
 
 
@@ -294,9 +285,8 @@ def as_field(schema: Schema) -> Field:
     return schema if isinstance(schema, Field) else Section(schema)
 
 
-def describe(schema: Schema, *, indent: int = 2) -> str:
-    """The keys of a schema, one a line, with what is allowed and the default."""
-    section = as_field(schema)
+def describe(section: Field, *, indent: int = 2) -> str:
+    """The keys of a section, one a line, with what is allowed and the default."""
     assert isinstance(section, Section)
     lines = []
     for key, field in section.fields.items():

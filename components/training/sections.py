@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig, OmegaConf
+from collections.abc import Mapping
+from typing import Any
 
 from components.training.schema import Bool, Component, Float, Int, ListOf, Str
 
@@ -38,16 +39,24 @@ EVALUATION = {
 """Held-out tasks during training."""
 
 
-def at_most(cfg: DictConfig, key: str, limit: str) -> list[str]:
+def _at(cfg: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
+    value: Any = cfg
+    for key in path.split("."):
+        value = None if value is None else value.get(key)
+    return value
+
+
+def at_most(cfg: Mapping[str, Any], key: str, limit: str) -> list[str]:
     """The problem of one numeric setting being above another, if it is."""
-    value, bound = OmegaConf.select(cfg, key), OmegaConf.select(cfg, limit)
+    value, bound = _at(cfg, key), _at(cfg, limit)
     return [f"{key} = {value}: must be at most {limit} = {bound}"] if value > bound else []
 
 
-def train_split(cfg: DictConfig) -> list[str]:
+def train_split(cfg: Mapping[str, Any]) -> list[str]:
     """The problem of training on a split that is not for training, unless it is asked for."""
-    split = cfg.dataset.get("split", "train")
-    if split == "train" or cfg.train_on_any_split:
+    split = cfg["dataset"].get("split", "train")
+    if split == "train" or cfg["train_on_any_split"]:
         return []
     return [
         f"dataset.split = {split}: training is on the train split; "
@@ -55,7 +64,7 @@ def train_split(cfg: DictConfig) -> list[str]:
     ]
 
 
-def same_tasks(cfg: DictConfig, dataset: str) -> list[str]:
+def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
     """The problems of a dataset that draws tasks which the environment does not have.
 
     Args:
@@ -64,7 +73,7 @@ def same_tasks(cfg: DictConfig, dataset: str) -> list[str]:
     """
     problems = []
     for key in ("domain", "tasks"):
-        wanted = OmegaConf.select(cfg, f"{dataset}.{key}")
-        if wanted is not None and wanted != cfg.env.get(key, wanted):
-            problems.append(f"{dataset}.{key} = {wanted}: must be env.{key} = {cfg.env[key]}")
+        wanted = _at(cfg, f"{dataset}.{key}")
+        if wanted is not None and wanted != cfg["env"].get(key, wanted):
+            problems.append(f"{dataset}.{key} = {wanted}: must be env.{key} = {cfg['env'][key]}")
     return problems

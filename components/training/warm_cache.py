@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from components.disk import failed_write, flush, write_text
 from components.models.paths import sinkflex_home
-from components.training.checkpoint import failed_write
-from components.training.run_dir import flush, write_text
 
 SETTINGS = (
     *("seed", "dtype", "model", "env", "dataset", "renderer", "tokens_per_batch"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -61,8 +62,14 @@ class Tune:
     def __init__(self, home: Path, model_dir: Path) -> None:
         self.home, self.model_dir = home, model_dir
 
-    def start(self, *args: str, cwd: Path = ROOT) -> subprocess.Popen:
-        """Start it, in a process group of its own as in a terminal."""
+    def start(
+        self, *args: str, cwd: Path = ROOT, largest_file: int | None = None
+    ) -> subprocess.Popen:
+        """Start it, in a process group of its own as in a terminal.
+
+        ``largest_file`` bytes are what a file may have: a write beyond fails as on a full disk.
+        """
+        limit = largest_file or resource.RLIM_INFINITY
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -77,11 +84,12 @@ class Tune:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         )
 
-    def run(self, *args: str, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess:
-        """Run it to its end; the exit code must be ``code``."""
-        process = self.start(*args, cwd=cwd)
+    def run(self, *args: str, code: int = 0, **how) -> subprocess.CompletedProcess:
+        """Run it to its end; the exit code must be ``code``. ``how``: see ``start``."""
+        process = self.start(*args, **how)
         try:
             out, err = process.communicate(timeout=300)
         except BaseException:
@@ -90,10 +98,11 @@ class Tune:
         assert process.returncode == code, out + err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def train(self, output_dir: Path, *, cwd: Path = ROOT, code: int = 0, **keys):
+    def train(self, output_dir: Path, *, code: int = 0, **keys):
         """Run the GRPO recipe with the tiny model."""
+        how = {name: keys.pop(name) for name in ("cwd", "largest_file") if name in keys}
         keys = {"model_dir": self.model_dir, "output_dir": output_dir, **keys}
-        return self.run(*training(**keys), cwd=cwd, code=code)
+        return self.run(*training(**keys), code=code, **how)
 
 
 def kill_group(process: subprocess.Popen) -> None:

@@ -1,14 +1,16 @@
 """The evaluation recipe, run by the real command on a checkpoint of the tiny model."""
 
 import json
+import os
 import re
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 from components.envs.rewards import baseline
 from components.rollout.recorder import read_rollouts
-from tests.recipes.runs import arguments
+from tests.recipes.runs import arguments, assert_no_orphans, kill_group, wait_for
 
 pytestmark = pytest.mark.model
 
@@ -136,3 +138,36 @@ def test_mistakes_are_named_and_touch_nothing(
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert sorted(evaluated.output_dir.rglob("*")) == before
+
+
+def test_ctrl_c_keeps_what_was_played(tune, tmp_path):
+    output_dir = tmp_path / "eval"
+    arguments = evaluation(tune.model_dir, output_dir, num_trials=200, rollout__num_workers=2)
+    process = tune.start(*arguments)
+    recorded = output_dir / "rollouts.jsonl"
+    try:
+        wait_for(lambda: recorded.exists() and recorded.stat().st_size > 0, process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert_no_orphans(process)
+    finally:
+        kill_group(process)
+    assert process.returncode == 130
+    assert "stopped: " in out
+    assert "Traceback" not in err
+    assert len(list(read_rollouts(recorded))) > 0
+    assert not (output_dir / "eval.json").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_rollouts(tune, evaluated, tmp_path):
+    """Every rollout is played once, and one result is written."""
+    output_dir = tmp_path / "eval"
+    done = tune.run(*evaluation(tune.model_dir, output_dir, launcher=("--nproc_per_node", "2")))
+    rollouts = [r.rollout for r in read_rollouts(output_dir / "rollouts.jsonl")]
+    alone = [r.rollout for r in read_rollouts(evaluated.output_dir / "rollouts.jsonl")]
+    names = [r.spec.rollout_id for r in rollouts]
+    assert sorted(names) == sorted({r.spec.rollout_id for r in alone})
+    result = json.loads((output_dir / "eval.json").read_text())
+    assert [row["task_id"] for row in result["tasks"]] == list(TASKS)
+    assert done.stdout.count("eval/official_mean") == 1

@@ -128,6 +128,76 @@ def test_ctrl_c_saves_and_says_how_to_go_on(interrupted):
     assert (output_dir / "run.png").is_file()
 
 
+def test_an_interrupted_evaluation_is_made_up_for(tune, straight, tmp_path):
+    """Step 2 was saved, the evaluation after it was not finished: the resumed run makes it."""
+    output_dir = tmp_path / "run"
+    tune.train(output_dir, num_steps=2)
+    log = output_dir / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    assert "eval/official_mean" in lines[-1]
+    log.write_text("".join(lines[:-1]))
+    tune.train(output_dir, num_steps=2, resume="true")
+    expected = [row for row in rows(straight.output_dir) if row["step"] <= 2]
+    assert [without_timings(row) for row in rows(output_dir)] == [
+        without_timings(row) for row in expected
+    ]
+
+
+def test_no_steps_leave_the_model_that_a_run_starts_from(tune, tmp_path):
+    output_dir = tmp_path / "run"
+    tune.train(output_dir, num_steps=0, eval="null")
+    assert checkpoint.last_whole(output_dir) == output_dir / "step_0"
+
+
+def test_a_resumed_run_says_what_was_changed(tune, tmp_path):
+    output_dir = tmp_path / "run"
+    tune.train(output_dir, num_steps=1, eval="null", loss__beta=0)
+    done = tune.train(
+        output_dir, num_steps=2, eval="null", loss__beta=0, resume="true", max_grad_norm=0.5
+    )
+    assert "changed since: max_grad_norm was 1.0, is 0.5" in done.stdout
+    assert done.stdout.count("changed since") == 1
+    failed = tune.train(output_dir, num_steps=3, eval="null", resume="true", code=2)
+    assert "loss.beta: a KL term needs the reference policy" in failed.stderr
+
+
+def test_a_full_disk_costs_the_step_under_way_only(tune, straight, tmp_path):
+    """A limit on the size of files stands for the disk: the checkpoint of step 4 does not fit."""
+    output_dir = tmp_path / "run"
+    tune.train(output_dir, num_steps=2)
+    before = {p: p.stat().st_mtime_ns for p in (output_dir / "step_2").rglob("*")}
+    biggest = max(p.stat().st_size for p in output_dir.rglob("*"))
+    failed = tune.train(output_dir, resume="true", code=1, largest_file=biggest - 1)
+    (line,) = [line for line in failed.stderr.splitlines() if "cannot be written" in line]
+    assert "File too large" in line
+    assert "resume=true" in line
+    assert "Traceback" not in failed.stderr
+    assert {p: p.stat().st_mtime_ns for p in (output_dir / "step_2").rglob("*")} == before
+    assert list(output_dir.glob("*.tmp*")) == []
+    tune.train(output_dir, resume="true")
+    same_weights(output_dir / "step_4", straight.output_dir / "step_4")
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_two_ranks_while_they_play(tune, tmp_path):
+    output_dir = tmp_path / "run"
+    keys = {"model_dir": tune.model_dir, "output_dir": output_dir, "eval": "null", "save_every": 50}
+    launcher = ("--nproc_per_node", "2")
+    process = tune.start(*training(**keys, num_steps=50, launcher=launcher))
+    try:
+        wait_for(lambda: 1 in steps(output_dir), process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        assert_no_orphans(process)
+    finally:
+        kill_group(process)
+    last = max(steps(output_dir))
+    assert out.count(f"stopped after step {last}; go on with resume=true") == 1
+    assert "Traceback" not in err
+    assert checkpoint.last_whole(output_dir) == output_dir / f"step_{last}"
+    assert process.returncode == 128 + signal.SIGINT
+
+
 # ---- what a run writes and prints
 
 

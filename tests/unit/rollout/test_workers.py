@@ -196,16 +196,22 @@ class TestLocalCalls:
 
     def test_failures_stand_in_their_place(self):
         with make_pool(num_workers=2) as pool:
-            done: list[Any] = []
-            results = pool.run_local(
-                look_inside, ["a", "raise", "hang", "d"], timeout_s=1.5, on_done=done.append
-            )
+            results = pool.run_local(look_inside, ["a", "raise", "hang", "d"], timeout_s=1.5)
             assert results[0] == ("a", "FakeEnv", "HermesRenderer")
             assert results[3] == ("d", "FakeEnv", "HermesRenderer")
             assert isinstance(results[1], Failure)
             assert "KeyError: 'no such item'" in results[1].error
             assert results[2] == Failure(status="error_deadline", error="no answer within 1.5 s")
-            assert len(done) == 4
+
+    def test_what_on_round_raises_ends_the_work(self):
+        def stop():
+            raise InterruptedError("asked to")
+
+        with make_pool(num_workers=2) as pool:
+            with pytest.raises(InterruptedError):
+                pool.run_local(look_inside, ["a", "hang", "c"], on_round=stop)
+            [answer] = pool.run_local(look_inside, ["b"])  # the pool is still good
+            assert answer[0] == "b"
 
 
 class TestProcesses:

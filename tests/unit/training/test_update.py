@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from components.attention.plan import MaskPlan
 from components.rl.advantages import group_advantages
 from components.rl.losses import GRPOLoss, mismatch
 from components.rl.packing import empty_batch, pack
@@ -98,18 +99,35 @@ def batch():
     return found
 
 
+def row():
+    return batch(), MaskPlan.from_tree(batch().tree)
+
+
+def test_a_gap_that_is_not_a_number_is_not_lost():
+    policy, old, _, generator, advantages = rows()
+    totals = UpdateTotals()
+    for number in (0.0, math.nan, 0.0):
+        shifted = generator.clone()
+        shifted[3] += number
+        out = GRPOLoss(eps_low=0.2, eps_high=0.2)(
+            policy, old_logprobs=old, advantages=advantages, denominator=7
+        )
+        totals.add(out, entropy=None, gap=mismatch(old, shifted))
+    assert math.isnan(totals.metrics(ALONE)["mismatch/logprob_diff_max"])
+
+
 def test_finite_numbers_pass(tmp_path):
-    check_finite({"loss": 1.0}, [batch()], output_dir=tmp_path, step=3)
+    check_finite({"loss": 1.0}, [row()], tmp_path / "dump.pt")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_others_stop_the_run_and_leave_the_batch_behind(tmp_path, bad):
     with pytest.raises(FloatingPointError) as caught:
-        check_finite({"a": 1.0, "loss/x": bad}, [batch()], output_dir=tmp_path, step=3)
+        check_finite({"a": 1.0, "loss/x": bad}, [row()], tmp_path / "dump.pt")
     text = str(caught.value)
-    assert text.startswith(f"step 3: {{'loss/x': {bad}}} not finite")
-    assert "weights are those of step 2" in text
+    assert text.startswith(f"{{'loss/x': {bad}}} not finite")
+    assert "weights are those before this step" in text
     (path,) = tmp_path.iterdir()
     assert str(path) in text
     (kept,) = torch.load(path, weights_only=True)
