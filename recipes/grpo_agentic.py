@@ -39,7 +39,7 @@ from components.rollout.specs import group_specs
 from components.rollout.stats import rollout_metrics, sampled_tokens
 from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
-from components.training import checkpoint, parallelize, run_dir, update
+from components.training import checkpoint, parallelize, run_dir, sections, update
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
 from components.training.parallelize import World
@@ -47,14 +47,6 @@ from components.training.plot import plot_run
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
-from components.training.sections import (
-    EVALUATION,
-    ROLLOUT,
-    WARM_START,
-    at_most,
-    same_tasks,
-    train_split,
-)
 from components.training.stop import StopRequested, StopSignal
 from components.training.supervised import SupervisedSettings
 from components.training.warm_cache import cache_key
@@ -78,7 +70,7 @@ SCHEMA = {
     "dataset": Component(),
     "train_on_any_split": Bool(default=False),
     "tasks_per_step": Int(min=1),
-    "rollout": {"group_size": Int(min=1), "temperature": Float(gt=0), **ROLLOUT},
+    "rollout": {"group_size": Int(min=1), "temperature": Float(gt=0), **sections.ROLLOUT},
     "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
     "tokens_per_batch": Int(min=1),
     "logprob_chunk": Int(min=1),
@@ -88,18 +80,19 @@ SCHEMA = {
     "optimizer": Component(positional=1),
     "max_grad_norm": Float(gt=0),
     "probe_update": Bool(default=True),
-    "warm_start": WARM_START,
-    "eval": Section(EVALUATION, default=None),
+    "warm_start": sections.WARM_START,
+    "eval": Section(sections.EVALUATION, default=None),
 }
 
 
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
-    problems = at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
-    problems += train_split(cfg) + same_tasks(cfg, "dataset") + same_tasks(cfg, "eval.dataset")
-    problems += at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
+    problems = sections.train_split(cfg)
+    problems += sections.same_tasks(cfg, "dataset") + sections.same_tasks(cfg, "eval.dataset")
+    problems += sections.at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
+    problems += sections.at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
     if cfg.warm_start.num_steps:
-        problems += at_most(cfg, "warm_start.max_tokens", "tokens_per_batch")
+        problems += sections.at_most(cfg, "warm_start.max_tokens", "tokens_per_batch")
     return problems
 
 
@@ -111,8 +104,7 @@ class GRPOAgentic:
         self.world = World.alone()
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
         self.stop = StopSignal()
-        self.step = 0
-        self.saved_step, self.save_s = -1, 0.0
+        self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.pool: WorkerPool | None = None
         self.metrics: MetricsLog | None = None
         self.recorder: Recorder | None = None
@@ -187,9 +179,9 @@ class GRPOAgentic:
     def _warm_start(self) -> None:
         """Supervised steps on demonstrations of training tasks, or their cached result."""
         cfg, settings = self.cfg, self.cfg.warm_start
-        assert self.pool is not None
         if settings.num_steps == 0:
             return
+        assert self.pool is not None
         device = self.world.device.type
         key = cache_key(as_dict(cfg), model_dir=self.source_dir, device=device)
         warm_start(
@@ -244,7 +236,7 @@ class GRPOAgentic:
             while self.step < cfg.num_steps:
                 self._step(next(tasks))
                 loader_state = self.loader.state_dict()
-                if self.step % cfg.save_every == 0:
+                if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
                     self._save(loader_state)
                 self._evaluate_if_due()
             self._save(loader_state)
@@ -362,9 +354,8 @@ class GRPOAgentic:
             (out.loss * world.size).backward()
             totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
         metrics |= totals.metrics(world)
-        metrics["train/grad_norm"] = parallelize.clip_grad_norm(
-            self.masters.parameters(), cfg.max_grad_norm
-        )
+        params = self.masters.parameters()
+        metrics["train/grad_norm"] = parallelize.clip_grad_norm(params, cfg.max_grad_norm)
         update.check_finite(metrics, rows, dump)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -390,15 +381,10 @@ class GRPOAgentic:
         done = self.metrics is not None and self.metrics.has(self.step, "eval/")  # before a resume
         if not (due or self.step == cfg.num_steps) or self.world.max([float(done)])[0]:
             return
-        rollouts = self.world.gather(
-            self._play(
-                self.eval_dataset.tasks,
-                cfg.eval.num_trials,
-                f"eval/{self.step}",
-                cfg.eval.temperature,
-            )
-        )
-        metrics = evaluation_metrics(rollouts, num_trials=cfg.eval.num_trials)
+        num_trials, tasks = cfg.eval.num_trials, self.eval_dataset.tasks
+        rollouts = self._play(tasks, num_trials, f"eval/{self.step}", cfg.eval.temperature)
+        rollouts = self.world.gather(rollouts)
+        metrics = evaluation_metrics(rollouts, num_trials=num_trials)
         if self.metrics is not None and self.recorder is not None:
             self.recorder.write(self.step, rollouts)
             seconds = time.perf_counter() - start
