@@ -375,7 +375,7 @@ class GRPOAgentic:
     def _evaluate_if_due(self) -> None:
         """Held-out tasks with the official reward; recorded beside the training rollouts."""
         cfg, start = self.cfg, time.perf_counter()
-        if not cfg.eval:
+        if self.eval_dataset is None:
             return
         due = cfg.eval.before if self.step == 0 else self.step % cfg.eval.every == 0
         done = self.metrics is not None and self.metrics.has(self.step, "eval/")  # before a resume

@@ -47,7 +47,10 @@ def assert_nothing_left(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"rollout__grup_size": 4}, "rollout.grup_size: unknown key; did you mean 'rollout.group_size'?"),
+        (
+            {"rollout__grup_size": 4},
+            "rollout.grup_size: unknown key; did you mean 'rollout.group_size'?",
+        ),
         ({"group_size": 4}, "group_size: unknown key; did you mean 'rollout.group_size'?"),
         ({"num_steps": "four"}, "num_steps = 'four': must be an integer >= 0"),
         ({"num_steps": 1.5}, "num_steps = 1.5: must be an integer >= 0"),
