@@ -23,7 +23,6 @@ from components.attention.lse import NEG_INF, merge_, sink_gate
 from components.attention.parts import CAUSAL, FULL, Part
 from components.attention.plan import MaskPlan, parts_of
 
-
 NO_SOFTCAP = (
     "backend 'folded' cannot cap scores (Gemma 2 does): the fused kernels have no place for it; "
     "use backend='flex' (CUDA) or 'reference'"

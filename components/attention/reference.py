@@ -47,9 +47,7 @@ def reference_attention(
     if plan.num_tokens != q.shape[2]:
         raise ValueError(f"the plan is for {plan.num_tokens} tokens, the queries have {q.shape[2]}")
     visible = plan.visible(window=window, prefix=prefix, device=q.device)
-    return softmax_with_sink(
-        q, k, v, visible=visible, sinks=sinks, scale=scale, softcap=softcap
-    )
+    return softmax_with_sink(q, k, v, visible=visible, sinks=sinks, scale=scale, softcap=softcap)
 
 
 def softmax_with_sink(

@@ -92,7 +92,7 @@ class SinkAttention(nn.Module):
 
     Raises:
         ValueError: an unknown backend, head counts that do not divide, sinks of another shape, a
-            negative window or prefix, a soft cap that is not positive or that the backend cannot do.
+            negative window or prefix, a soft cap that is not positive or beyond the backend.
     """
 
     def __init__(
