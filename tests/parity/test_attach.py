@@ -148,7 +148,7 @@ def test_logits_and_gradients_are_the_models_own(name, positions):
 
 
 class Dense(nn.Module):
-    """Stands for scaled_dot_product_attention in torchtune's module: any mask, and a sink column."""
+    """In the place of torchtune's call of a kernel: any mask, and a sink column."""
 
     def __init__(self, window: int | None, prefix: int, sinks: Tensor | None) -> None:
         super().__init__()

@@ -1,0 +1,146 @@
+"""What the Hugging Face builders read from config.json, and what they refuse."""
+
+import json
+
+import pytest
+import torch
+
+from components.models.from_hf import lora_policy, policy
+from components.models.hf_config import model_windows
+from components.training.config import instantiate
+from components.training.precision import MasterWeights
+
+from . import tiny
+
+FITTING = {"head_dim": 6}  # tiny's own heads are wider than torchtune's builders make them
+
+
+def write(directory, **settings):
+    """The tiny Llama with heads of width / number, and other settings."""
+    state = tiny.tensors()
+    for name in list(state):
+        if "q_proj" in name:
+            state[name] = state[name][:24].contiguous()
+        elif "k_proj" in name or "v_proj" in name:
+            state[name] = state[name][:12].contiguous()
+        elif "o_proj" in name:
+            state[name] = state[name][:, :24].contiguous()
+    tiny.write(directory, state=state)
+    config = json.loads((directory / "config.json").read_text()) | FITTING | settings
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "qwen3"}, r"model_type is 'qwen3' \(the nearest is 'qwen2'.*allowed: lla"),
+        ({"model_type": "bert"}, "model_type is 'bert'; allowed: llama, mistral, qwen2, phi3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"head_dim": 8}, "head_dim is 8; from_hf builds 6 only"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; from_hf builds 0.0 only"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_what_is_not_built_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        policy(write(tmp_path / "m", **settings), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({}, [None, None, None]),
+        ({"sliding_window": None}, [None, None, None]),
+        ({"sliding_window": 128}, [127, 127, 127]),
+        ({"sliding_window": 128, "use_sliding_window": False}, [None, None, None]),
+        (
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2},
+            [None, None, 8],
+        ),
+        (
+            {
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            [8, None, 8],
+        ),
+    ],
+)
+def test_a_window_of_w_keys_reaches_w_minus_1_back(raw, expected):
+    assert model_windows({"num_hidden_layers": 3} | raw) == expected
+
+
+def test_the_users_window_wins(tmp_path):
+    directory = write(tmp_path / "m", model_type="mistral", sliding_window=5)
+    windows = {
+        setting: [layer.attn.window for layer in policy(directory, **settings).layers]
+        for setting, settings in {
+            "model": {"dtype": torch.float32},
+            "none": {"dtype": torch.float32, "window": None},
+            "two": {"dtype": torch.float32, "window": [1, None]},
+        }.items()
+    }
+    assert windows == {"model": [4, 4], "none": [None, None], "two": [1, None]}
+
+
+def test_a_model_by_yaml_alone(tmp_path):
+    """As the recipe builds it: the directory and the dtype beside what the config says."""
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.create(
+        {
+            "_component_": "components.models.from_hf.lora_policy",
+            "lora_rank": 2,
+            "lora_alpha": 4,
+            "lora_modules": ["q_proj", "w2"],
+            "sinks": -4.0,
+            "window": [3, None],
+            "prefix": 2,
+        }
+    )
+    model = instantiate(node, write(tmp_path / "m"), dtype=torch.bfloat16)
+    trained = {name for name, _ in MasterWeights(model).named_parameters()}
+    assert {name.rpartition(".attn.")[2] for name in trained if "sinks" in name} == {"sinks"}
+    assert len(trained) == 2 * (2 * 2 + 1)
+    assert model.layers[0].attn.q_proj.weight.dtype == torch.bfloat16
+    assert model.layers[0].attn.q_proj.lora_a.weight.dtype == torch.float32
+    assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+
+
+def test_all_layers_share_one_rotary_table_that_a_dtype_does_not_round(tmp_path):
+    for model_type in ("llama", "phi3"):
+        directory = write(tmp_path / model_type, model_type=model_type)
+        if model_type == "phi3":
+            fuse(directory)
+        model = policy(directory, dtype=torch.bfloat16)
+        ropes = {id(layer.attn.pos_embeddings): layer.attn.pos_embeddings for layer in model.layers}
+        (rope,) = ropes.values()
+        assert rope.cache.dtype == torch.float32
+        assert rope.cache.device.type == "cpu"
+
+
+def fuse(directory):
+    """Rewrite the weights as Phi 3 names them."""
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(directory / "model.safetensors")
+    for i in range(2):
+        block = f"model.layers.{i}"
+        for fused, parts in {
+            "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+        }.items():
+            pieces = [state.pop(f"{block}.{part}.weight") for part in parts]
+            state[f"{block}.{fused}.weight"] = torch.cat(pieces)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, directory / "model.safetensors")
+
+
+def test_settings_of_adapters_are_checked_first(tmp_path):
+    lora = {"lora_rank": 2, "lora_alpha": 4.0}
+    with pytest.raises(ValueError, match=r"'o_proj' \(did you mean 'output_proj'\?\)"):
+        lora_policy(tmp_path / "none", dtype=torch.float32, lora_modules=["o_proj"], **lora)
