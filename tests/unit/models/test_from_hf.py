@@ -14,24 +14,6 @@ from components.training.precision import MasterWeights
 
 from . import tiny
 
-FITTING = {"head_dim": 6}  # tiny's own heads are wider than torchtune's builders make them
-
-
-def write(directory, **settings):
-    """The tiny Llama with heads of width / number, and other settings."""
-    state = tiny.tensors()
-    for name in list(state):
-        if "q_proj" in name:
-            state[name] = state[name][:24].contiguous()
-        elif "k_proj" in name or "v_proj" in name:
-            state[name] = state[name][:12].contiguous()
-        elif "o_proj" in name:
-            state[name] = state[name][:, :24].contiguous()
-    tiny.write(directory, state=state)
-    config = json.loads((directory / "config.json").read_text()) | FITTING | settings
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
 
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -49,7 +31,7 @@ def write(directory, **settings):
 )
 def test_what_is_not_built_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        policy(write(tmp_path / "m", **settings), dtype=torch.float32)
+        policy(tiny.write_narrow(tmp_path / "m", **settings), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +59,7 @@ def test_a_window_of_w_keys_reaches_w_minus_1_back(raw, expected):
 
 
 def test_the_users_window_wins(tmp_path):
-    directory = write(tmp_path / "m", model_type="mistral", sliding_window=5)
+    directory = tiny.write_narrow(tmp_path / "m", model_type="mistral", sliding_window=5)
     windows = {
         setting: [layer.attn.window for layer in policy(directory, **settings).layers]
         for setting, settings in {
@@ -104,7 +86,7 @@ def test_a_model_by_yaml_alone(tmp_path):
             "prefix": 2,
         }
     )
-    model = instantiate(node, write(tmp_path / "m"), dtype=torch.bfloat16)
+    model = instantiate(node, tiny.write_narrow(tmp_path / "m"), dtype=torch.bfloat16)
     trained = {name for name, _ in MasterWeights(model).named_parameters()}
     assert {name.rpartition(".attn.")[2] for name in trained if "sinks" in name} == {"sinks"}
     assert len(trained) == 2 * (2 * 2 + 1)
@@ -115,7 +97,7 @@ def test_a_model_by_yaml_alone(tmp_path):
 
 def test_all_layers_share_one_rotary_table_that_a_dtype_does_not_round(tmp_path):
     for model_type in ("llama", "phi3"):
-        directory = write(tmp_path / model_type, model_type=model_type)
+        directory = tiny.write_narrow(tmp_path / model_type, model_type=model_type)
         if model_type == "phi3":
             fuse(directory)
         model = policy(directory, dtype=torch.bfloat16)
