@@ -29,6 +29,7 @@ def flex_attention_sink(
     prefix: int,
     sinks: Tensor | None,
     scale: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention with an optional sink per head over a tree mask, on FlexAttention.
 
@@ -41,6 +42,7 @@ def flex_attention_sink(
         prefix: positions at the start of each rollout that no window hides.
         sinks: sink logit of each query head ``[N]``, or None.
         scale: factor on the scores; None for ``H ** -0.5``.
+        softcap: scaled scores become ``softcap * tanh(score / softcap)``; None for none.
 
     Returns:
         ``[B, N, T, H]`` in the dtype of q.
@@ -55,18 +57,15 @@ def flex_attention_sink(
     # Eager FlexAttention builds T x T: on a GPU always compiled, with the layer or by itself.
     compiling = torch.compiler.is_compiling()
     attend = flex_attention if q.device.type == "cpu" or compiling else _compiled_flex()
-    gqa = q.shape[1] != k.shape[1]
+    settings = {
+        "score_mod": None if softcap is None else _soft_cap(softcap),
+        "block_mask": block_mask,
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
     if sinks is None:
-        return attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=gqa)
-    out, aux = attend(
-        q,
-        k,
-        v,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=gqa,
-        return_aux=AuxRequest(lse=True),
-    )
+        return attend(q, k, v, **settings)
+    out, aux = attend(q, k, v, **settings, return_aux=AuxRequest(lse=True))
     assert aux.lse is not None
     return apply_sink(out, aux.lse, sinks)[0]
 
@@ -88,3 +87,13 @@ def check_trainable(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> No
 @functools.lru_cache(maxsize=1)
 def _compiled_flex() -> Callable:
     return torch.compile(flex_attention)
+
+
+@functools.lru_cache(maxsize=8)
+def _soft_cap(cap: float) -> Callable[..., Tensor]:
+    """The score_mod of a soft cap; one object per value, so that nothing is compiled twice."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod

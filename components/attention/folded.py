@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 
 from components.attention.kernels import check_supported, part_backward, part_forward
-from components.attention.lse import NEG_INF, merge_weights, sink_gate
+from components.attention.lse import NEG_INF, merge_, sink_gate
 from components.attention.parts import CAUSAL, FULL, Part
 from components.attention.plan import MaskPlan, parts_of
+
+NO_SOFTCAP = (
+    "backend 'folded' cannot cap scores (Gemma 2 does): the fused kernels have no place for it; "
+    "use backend='flex' (CUDA) or 'reference'"
+)
 
 
 def folded_attention(
@@ -34,6 +39,7 @@ def folded_attention(
     prefix: int,
     sinks: Tensor | None,
     scale: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention with an optional sink per head over a tree mask; memory linear in T.
 
@@ -46,13 +52,17 @@ def folded_attention(
         prefix: positions at the start of each rollout that no window hides.
         sinks: sink logit of each query head ``[N]``, or None.
         scale: factor on the scores; None for ``H ** -0.5``.
+        softcap: must be None: a flash kernel cannot cap scores.
 
     Returns:
         ``[B, N, T, H]``, laid out so that ``out.transpose(1, 2)`` is contiguous.
 
     Raises:
-        ValueError: a dtype, device or head size without a kernel; a plan of another length.
+        ValueError: a dtype, device or head size without a kernel; a plan of another length; a
+            soft cap.
     """
+    if softcap is not None:
+        raise ValueError(f"softcap = {softcap}: {NO_SOFTCAP}")
     check_supported(q)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     out, _ = _folded(q, k, v, sinks, plan.chains, window, prefix, scale)
@@ -156,8 +166,7 @@ def _forward_parts(
         if part.own:  # comes first for its rows
             out[:, :, rows], lse[:, :, rows] = out_new, lse_new
             continue
-        weight, weight_new, lse[:, :, rows] = merge_weights(lse[:, :, rows], lse_new)
-        out[:, :, rows].mul_(weight.unsqueeze(-1)).addcmul_(out_new, weight_new.unsqueeze(-1))
+        merge_(out[:, :, rows], lse[:, :, rows], out_new, lse_new)
     return out, lse
 
 

@@ -69,6 +69,20 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
+def merge_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
+    """:func:`merge` in place: what was computed over more keys is added to ``out`` and ``lse``.
+
+    Args:
+        out: output so far ``[B, N, T, H]``, in the dtype of ``lse``; may be a view.
+        lse: its LSE ``[B, N, T]``; may be a view.
+        out_new: output over the further keys ``[B, N, T, H]``.
+        lse_new: its LSE ``[B, N, T]``.
+    """
+    weight, weight_new, merged = merge_weights(lse, lse_new)
+    out.mul_(weight.unsqueeze(-1)).addcmul_(out_new, weight_new.unsqueeze(-1))
+    lse.copy_(merged)
+
+
 def merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``exp(lse_a - lse)``, ``exp(lse_b - lse)`` and ``lse = logaddexp(lse_a, lse_b)``, NaN-free.
 

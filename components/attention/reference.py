@@ -23,6 +23,7 @@ def reference_attention(
     prefix: int,
     sinks: Tensor | None,
     scale: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention with an optional sink per head over a tree mask, written out.
 
@@ -35,6 +36,7 @@ def reference_attention(
         prefix: positions at the start of each rollout that no window hides.
         sinks: sink logit of each query head ``[N]``, or None.
         scale: factor on the scores; None for ``H ** -0.5``.
+        softcap: scaled scores become ``softcap * tanh(score / softcap)``; None for none.
 
     Returns:
         ``[B, N, T, H]`` in the dtype of q.
@@ -45,7 +47,7 @@ def reference_attention(
     if plan.num_tokens != q.shape[2]:
         raise ValueError(f"the plan is for {plan.num_tokens} tokens, the queries have {q.shape[2]}")
     visible = plan.visible(window=window, prefix=prefix, device=q.device)
-    return softmax_with_sink(q, k, v, visible=visible, sinks=sinks, scale=scale)
+    return softmax_with_sink(q, k, v, visible=visible, sinks=sinks, scale=scale, softcap=softcap)
 
 
 def softmax_with_sink(
@@ -56,6 +58,7 @@ def softmax_with_sink(
     visible: Tensor,
     sinks: Tensor | None,
     scale: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The softmax over keys and sink under any dense mask; rows that see nothing give 0.
 
@@ -66,6 +69,7 @@ def softmax_with_sink(
         visible: bool, broadcastable to ``[B, N, Tq, Tk]``.
         sinks: sink logit of each query head ``[N]``, or None.
         scale: factor on the scores; None for ``H ** -0.5``.
+        softcap: scaled scores become ``softcap * tanh(score / softcap)``; None for none.
 
     Returns:
         ``[B, N, Tq, H]`` in the dtype of q.
@@ -75,6 +79,8 @@ def softmax_with_sink(
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q.to(dtype) @ k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         column = sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from components.attention.flex import flex_attention_sink
-from components.attention.folded import folded_attention
+from components.attention.folded import NO_SOFTCAP, folded_attention
 from components.attention.plan import MaskPlan
 from components.attention.reference import reference_attention
 
@@ -78,18 +78,21 @@ class SinkAttention(nn.Module):
         v_proj: D -> K * H.
         output_proj: N * H -> D.
         pos_embeddings: rotary embedding, called with ``([B, T, n, H], input_pos=[B, T])``, or None.
-        q_norm: norm over the head dimension of q, before the rotation.
+        q_norm: norm over the head dimension of q, or None.
         k_norm: the same for k.
+        rope_before_norms: rotate q and k before their norms, as torchtune's own attention does;
+            by default the norms come first, as in Qwen3.
         sinks: one logit per query head ``[N]``; None for plain attention.
         window: largest distance in positions that is still seen; None for no window.
         prefix: positions at the start of each rollout that no window hides.
         scale: factor on the scores; None for ``H ** -0.5``.
+        softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None for none.
         backend: ``"flex"``, ``"folded"``, ``"reference"``, or ``"auto"``: flex on CUDA, folded
             elsewhere.
 
     Raises:
         ValueError: an unknown backend, head counts that do not divide, sinks of another shape, a
-            negative window or prefix.
+            negative window or prefix, a soft cap that is not positive or beyond the backend.
     """
 
     def __init__(
@@ -110,6 +113,8 @@ class SinkAttention(nn.Module):
         window: int | None = None,
         prefix: int = 0,
         scale: float | None = None,
+        softcap: float | None = None,
+        rope_before_norms: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -129,6 +134,10 @@ class SinkAttention(nn.Module):
             raise ValueError(f"window must be None or >= 0, got {window}")
         if prefix < 0:
             raise ValueError(f"prefix must be >= 0, got {prefix}")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"softcap must be None or > 0, got {softcap}")
+        if softcap is not None and backend == "folded":
+            raise ValueError(f"softcap = {softcap}: {NO_SOFTCAP}")
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.q_proj, self.k_proj, self.v_proj = q_proj, k_proj, v_proj
@@ -136,7 +145,9 @@ class SinkAttention(nn.Module):
         self.pos_embeddings = pos_embeddings
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = sinks
-        self.window, self.prefix, self.scale = window, prefix, scale
+        self.window, self.prefix = window, prefix
+        self.scale, self.softcap = scale, softcap
+        self.rope_before_norms = rope_before_norms
         self.backend = backend
 
     def forward(
@@ -164,10 +175,7 @@ class SinkAttention(nn.Module):
         """
         if y is not None and y is not x:
             raise ValueError("SinkAttention is self attention only: y must be x or None")
-        b, t, _ = x.shape
-        q = self._heads(self.q_proj(x), self.num_heads, self.q_norm, input_pos)
-        k = self._heads(self.k_proj(x), self.num_kv_heads, self.k_norm, input_pos)
-        v = self.v_proj(x).view(b, t, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = self.project(x, input_pos=input_pos)
         settings = {
             "window": self.window,
             "prefix": self.prefix,
@@ -175,26 +183,58 @@ class SinkAttention(nn.Module):
             "scale": self.scale,
         }
         if mask is None or isinstance(mask, MaskPlan):
-            plan = MaskPlan.causal(t) if mask is None else mask
-            out = BACKENDS[self.backend_on(x.device)](q, k, v, plan=plan, **settings)
-        elif isinstance(mask, Attend):
-            out = mask.attend(self.layer, q, k, v, **settings)
-        else:
+            plan = MaskPlan.causal(x.shape[1]) if mask is None else mask
+            attend = BACKENDS[self.backend_on(x.device)]
+            return self.combine(attend(q, k, v, plan=plan, softcap=self.softcap, **settings))
+        if not isinstance(mask, Attend):
             raise ValueError(
                 f"mask must be a MaskPlan, an object with attend(), or None, got "
                 f"{type(mask).__name__}; build a plan with MaskPlan.from_tree"
             )
-        return self.output_proj(out.transpose(1, 2).reshape(b, t, -1))
+        if self.softcap is not None:
+            raise ValueError(
+                f"softcap = {self.softcap}: {type(mask).__name__} merges pieces of attention by "
+                "their LSE and has no kernel that caps scores"
+            )
+        return self.combine(mask.attend(self.layer, q, k, v, **settings))
+
+    def project(self, x: Tensor, *, input_pos: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, normed and rotated.
+
+        Args:
+            x: hidden states ``[B, T, D]``.
+            input_pos: positions ``[B, T]``; None for 0, 1, 2, ...
+
+        Returns:
+            ``[B, N, T, H]``, ``[B, K, T, H]``, ``[B, K, T, H]``.
+        """
+        q = self._heads(self.q_proj(x), self.num_heads, self.q_norm, input_pos)
+        k = self._heads(self.k_proj(x), self.num_kv_heads, self.k_norm, input_pos)
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        return q, k, v
+
+    def combine(self, out: Tensor) -> Tensor:
+        """The output projection of all heads.
+
+        Args:
+            out: ``[B, N, T, H]``.
+
+        Returns:
+            ``[B, T, D]``.
+        """
+        return self.output_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(
         self, x: Tensor, num: int, norm: nn.Module | None, input_pos: Tensor | None
     ) -> Tensor:
         """``[B, T, n * H]`` to normed, rotated heads ``[B, n, T, H]``: a view, not a copy."""
         x = x.view(x.shape[0], x.shape[1], num, self.head_dim)
-        if norm is not None:
+        if norm is not None and not self.rope_before_norms:
             x = norm(x)
         if self.pos_embeddings is not None:
             x = self.pos_embeddings(x, input_pos=input_pos)
+        if norm is not None and self.rope_before_norms:
+            x = norm(x)
         return x.transpose(1, 2)
 
     def backend_on(self, device: torch.device) -> str:

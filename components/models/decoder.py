@@ -43,6 +43,8 @@ class ModelConfig:
     rope_base: float
     norm_eps: float
     tie_word_embeddings: bool
+    model_type: str = "llama"
+    "As config.json calls it: how the weights are named and laid out on disk."
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

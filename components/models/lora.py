@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchtune.modules.peft import LoRALinear
+from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
+
+log = logging.getLogger(__name__)
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 # What Hugging Face and PEFT call the modules that torchtune names otherwise.
@@ -23,7 +26,7 @@ class AdapterLinear(LoRALinear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x W' + (alpha / rank) x A' B'``, or the first term while disabled.
+        """Return ``x W' + b + (alpha / rank) x A' B'``, without the last term while disabled.
 
         Args:
             x: [..., in_dim].
@@ -32,7 +35,8 @@ class AdapterLinear(LoRALinear):
             [..., out_dim] in x's dtype.
         """
         assert isinstance(self.weight, Tensor)
-        out = F.linear(x, self.weight)
+        assert self.bias is None or isinstance(self.bias, Tensor)
+        out = F.linear(x, self.weight, self.bias)
         if self.disabled:
             return out
         low = F.linear(self.dropout(x), self.lora_a.weight.to(x.dtype))
@@ -63,6 +67,72 @@ def check_lora_modules(lora_modules: Sequence[str], *, names: Collection[str] = 
         complaints.append(f"{name!r}{hint}")
     if complaints:
         raise ValueError(f"lora_modules: no module is named {', '.join(complaints)}; {allowed}")
+
+
+def check_lora(lora_modules: Sequence[str], *, lora_rank: int, lora_alpha: float) -> None:
+    """Refuse settings of adapters that would train nothing.
+
+    Args:
+        lora_modules: names to adapt.
+        lora_rank: at least 1.
+        lora_alpha: above 0.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    check_lora_modules(lora_modules)
+    if lora_rank < 1:
+        raise ValueError(f"lora_rank must be at least 1, not {lora_rank}")
+    if lora_alpha <= 0:
+        raise ValueError(
+            f"lora_alpha must be above 0, not {lora_alpha}: the adapters would do nothing"
+        )
+
+
+def add_adapters(model: nn.Module, lora_modules: Sequence[str], *, rank: int, alpha: float) -> None:
+    """Replace linears by adapted ones, in place; their weights are still to be loaded.
+
+    Args:
+        model: with its parameters on the meta device.
+        lora_modules: names of the linears.
+        rank: of the adapters.
+        alpha: the adapters' output is scaled by alpha / rank.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in lora_modules and isinstance(child, nn.Linear):
+                adapted = AdapterLinear(
+                    child.in_features,
+                    child.out_features,
+                    rank=rank,
+                    alpha=alpha,
+                    use_bias=child.bias is not None,
+                )
+                setattr(module, name, adapted.to(child.weight.dtype))
+
+
+def start_adapters(model: nn.Module, *, lora_dtype: torch.dtype) -> None:
+    """Initialise the adapters of a loaded model and freeze all but them and learned sinks.
+
+    Args:
+        model: its adapters may be on the meta device; they are put on the CPU.
+        lora_dtype: of the adapters' weights.
+    """
+    adapted = adapters(model)
+    for module in adapted.values():
+        for part in (module.lora_a, module.lora_b):
+            part.to_empty(device="cpu").to(lora_dtype)
+        module.initialize_parameters()
+    trained = get_adapter_params(model)
+    sinks = {name: p for name, p in model.named_parameters() if name.endswith(".attn.sinks")}
+    set_trainable_params(model, trained | sinks)
+    log.info(
+        "LoRA: %d adapters of rank %d on %s, %.2f M trained parameters",
+        len(adapted),
+        next(iter(adapted.values())).rank,
+        ", ".join(sorted({name.rpartition(".")[2] for name in adapted})),
+        sum(p.numel() for p in (trained | sinks).values()) / 1e6,
+    )
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from components.attention.rope import RotaryEmbedding
 from components.attention.sink_attention import SinkAttention
 from components.models.decoder import ModelConfig, PolicyModel
+from components.models.hf_config import check_settings, model_config, read_raw, rope_type
 from components.models.layers import FeedForward, RMSNorm
-from components.models.lora import AdapterLinear, adapters, check_lora_modules
+from components.models.lora import AdapterLinear, check_lora, start_adapters
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
-
-log = logging.getLogger(__name__)
 
 
 def smollm2(
@@ -92,13 +87,7 @@ def lora_smollm2(
         ValueError: if a name in `lora_modules` matches nothing, the rank or alpha is not positive,
             or the directory does not fit.
     """
-    check_lora_modules(lora_modules)
-    if lora_rank < 1:
-        raise ValueError(f"lora_rank must be at least 1, not {lora_rank}")
-    if lora_alpha <= 0:
-        raise ValueError(
-            f"lora_alpha must be above 0, not {lora_alpha}: the adapters would do nothing"
-        )
+    check_lora(lora_modules, lora_rank=lora_rank, lora_alpha=lora_alpha)
     directory = find_model_dir(model_dir)
     model = _build(
         read_config(directory),
@@ -110,19 +99,7 @@ def lora_smollm2(
         lora_alpha=lora_alpha,
     )
     load_hf(model, directory)
-    for module in adapters(model).values():
-        for part in (module.lora_a, module.lora_b):
-            part.to_empty(device="cpu").to(lora_dtype)
-        module.initialize_parameters()
-    trained = get_adapter_params(model)
-    set_trainable_params(model, trained)
-    log.info(
-        "LoRA: %d adapters of rank %d on %s, %.2f M trained parameters",
-        len(adapters(model)),
-        lora_rank,
-        ", ".join(lora_modules),
-        sum(p.numel() for p in trained.values()) / 1e6,
-    )
+    start_adapters(model, lora_dtype=lora_dtype)
     return model
 
 
@@ -132,35 +109,19 @@ def read_config(directory: Path) -> ModelConfig:
     Raises:
         ValueError: naming the setting this builder does not support.
     """
-    raw: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    checks = {
-        "model_type": (raw.get("model_type"), "llama"),
-        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(raw.get("attention_bias")), False),
-        "mlp_bias": (bool(raw.get("mlp_bias")), False),
-        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
-    }
-    for setting, (value, supported) in checks.items():
-        if value != supported:
-            raise ValueError(
-                f"{directory / 'config.json'}: {setting} is {value!r}; "
-                f"smollm2 builds {supported!r} only"
-            )
-    num_heads = raw["num_attention_heads"]
-    return ModelConfig(
-        num_layers=raw["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        embed_dim=raw["hidden_size"],
-        ffn_dim=raw["intermediate_size"],
-        vocab_size=raw["vocab_size"],
-        max_positions=raw["max_position_embeddings"],
-        rope_base=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        norm_eps=raw["rms_norm_eps"],
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+    raw = read_raw(directory)
+    check_settings(
+        directory,
+        "smollm2",
+        {
+            "model_type": (raw.get("model_type"), "llama"),
+            "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
+            "attention_bias": (bool(raw.get("attention_bias")), False),
+            "mlp_bias": (bool(raw.get("mlp_bias")), False),
+            "rope_type": (rope_type(raw), "default"),
+        },
     )
+    return model_config(raw)
 
 
 def _build(

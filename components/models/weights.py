@@ -18,13 +18,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torchtune.models.convert_weights import _FROM_HF, get_mapped_key, hf_to_tune, tune_to_hf
 
 from components.disk import flush
-from components.models.decoder import PolicyModel
+from components.models.conversion import from_hf, is_hf_sink, to_hf
+from components.models.decoder import ModelConfig, PolicyModel
 from components.models.lora import adapters, merged_weight
 
-_TO_HF = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
 _LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 # Everything beside the weights that transformers and vLLM read.
 _COPIED = (
@@ -42,7 +41,8 @@ _COPIED = (
 def load_hf(model: PolicyModel, directory: str | Path) -> None:
     """Fill a model with the weights of a Hugging Face directory, cast to the model's dtypes.
 
-    Adapters are left alone. Parameters on the meta device are put on the CPU.
+    Adapters are left alone, and so are sinks that the directory knows nothing of. Parameters on the
+    meta device are put on the CPU.
 
     Args:
         model: not sharded.
@@ -55,7 +55,9 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
     directory = Path(directory)
     found = _read(directory)
     parameters = {k: p for k, p in model.named_parameters() if not _is_adapter(k)}
-    wanted = {_hf_name(name): tuple(p.shape) for name, p in parameters.items()}
+    if not any(is_hf_sink(name) for name in found):
+        parameters = {k: p for k, p in parameters.items() if not k.endswith(".attn.sinks")}
+    wanted = {name: tuple(t.shape) for name, t in _hf_meta(parameters, model.config).items()}
     if (
         _LM_HEAD in found
         and _LM_HEAD not in wanted
@@ -63,14 +65,7 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
     ):
         del found[_LM_HEAD]  # some writers store the tied head too
     _check({name: tuple(t.shape) for name, t in found.items()}, wanted, directory)
-    config = model.config
-    converted = hf_to_tune(
-        found,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        dim=config.embed_dim,
-        head_dim=config.head_dim,
-    )
+    converted = from_hf(found, model.config)
     with torch.no_grad():
         for name, parameter in parameters.items():
             value = converted[name].to(parameter.dtype)
@@ -144,19 +139,14 @@ def hf_state(
         weight = base[f"{name}.weight"]
         merged = merged_weight(weight, a, b, scale=module.alpha / module.rank)
         base[f"{name}.weight"] = merged.to(dtype or weight.dtype)
-    config = model.config
-    converted = tune_to_hf(
-        {k: v.to("cpu", dtype or v.dtype) for k, v in base.items()},
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        dim=config.embed_dim,
-        head_dim=config.head_dim,
-    )
+    moved = {k: v.to("cpu", dtype or v.dtype) for k, v in base.items()}
+    converted = to_hf(moved, model.config)
     return {name: value.contiguous() for name, value in converted.items()}
 
 
-def _hf_name(tune_name: str) -> str:
-    return get_mapped_key(tune_name, _TO_HF)
+def _hf_meta(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face's names and shapes of a model's parameters, without data."""
+    return to_hf({k: torch.empty_like(p, device="meta") for k, p in parameters.items()}, config)
 
 
 def _is_adapter(name: str) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from components.attention.folded import flash_forward
 from components.attention.kernels import part_forward
-from components.attention.lse import apply_sink, merge_weights
+from components.attention.lse import apply_sink, merge_
 from components.attention.parts import BAND, CAUSAL, FULL, Chain, Part, split
 from components.policy.cache import RolloutCache, RowPool, SharedPrefix
 
@@ -146,8 +146,7 @@ class PrefillPass:
             if part.own:  # these come first, one for each query
                 out[:, :, rows], lse[:, :, rows] = new_out, new_lse
                 continue
-            old, new, lse[:, :, rows] = merge_weights(lse[:, :, rows], new_lse)
-            out[:, :, rows].mul_(old.unsqueeze(-1)).addcmul_(new_out, new.unsqueeze(-1))
+            merge_(out[:, :, rows], lse[:, :, rows], new_out, new_lse)
         if sinks is not None:
             out, _ = apply_sink(out, lse, sinks)
         return out.to(q.dtype)
