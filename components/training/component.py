@@ -36,9 +36,9 @@ def locate(path: Any) -> Callable[..., Any]:
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{path!r} is not a dotted path such as torch.optim.AdamW")
     parts = path.split(".")
-    found = _import(parts[0], "", {name.partition(".")[0] for name in sys.modules})
+    parent = found = _import(parts[0], "", {name.partition(".")[0] for name in sys.modules})
     for i, part in enumerate(parts[1:], start=1):
-        prefix = ".".join(parts[:i])
+        parent, prefix = found, ".".join(parts[:i])
         if hasattr(found, part):
             found = getattr(found, part)
         elif isinstance(found, types.ModuleType) and hasattr(found, "__path__"):
@@ -47,7 +47,8 @@ def locate(path: Any) -> Callable[..., Any]:
         else:
             raise ConfigError(f"{prefix!r} has no {part!r}{did_you_mean(part, _public(found))}")
     if not callable(found):
-        raise ConfigError(f"{path!r} is a {type(found).__name__}, not a class or function")
+        hint = did_you_mean(parts[-1], _public(parent) - {parts[-1]})
+        raise ConfigError(f"{path!r} is a {type(found).__name__}, not a class or function{hint}")
     return found
 
 
@@ -75,11 +76,9 @@ def did_you_mean(word: str, candidates: Iterable[str] | Mapping[str, str]) -> st
     """
     shown = candidates if isinstance(candidates, Mapping) else {c: c for c in candidates}
     cutoff = 0.5 if len(word) <= 2 else 0.65  # "rl" should find "lr"
-    close = difflib.get_close_matches(word, list(shown), n=1, cutoff=cutoff)
-    if not close:  # "adamw" should find "AdamW"
-        lower = {name.lower(): name for name in shown}
-        close = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cutoff)
-        close = [lower[name] for name in close]
+    lower = {name.lower(): name for name in shown}
+    close = [lower[word.lower()]] if word.lower() in lower else []  # "adamw" should find "AdamW"
+    close = close or difflib.get_close_matches(word, list(shown), n=1, cutoff=cutoff)
     return f"; did you mean {shown[close[0]]!r}?" if close else ""
 
 

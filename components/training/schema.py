@@ -135,7 +135,8 @@ class OneOf(Field):
         return any(type(value) is type(choice) and value == choice for choice in self.values)
 
     def _hint(self, value: Any) -> str:
-        return did_you_mean(str(value), [v for v in self.values if isinstance(v, str)])
+        meant = {"gpu": "cuda"}.get(str(value), str(value))
+        return did_you_mean(meant, [v for v in self.values if isinstance(v, str)])
 
 
 class Anything(Field):

@@ -269,6 +269,18 @@ def test_bounds_include_min_and_max_but_not_gt_and_lt(load):
     assert len(problems(load("a: 4\nb: 1\n"), schema)) == 2
 
 
+def test_a_gpu_is_called_cuda(load):
+    schema = {"a": OneOf("cpu", "cuda")}
+    assert problems(load("a: gpu\n"), schema) == [
+        "a = 'gpu': must be one of cpu, cuda; did you mean 'cuda'?"
+    ]
+
+
+def test_a_whole_number_may_be_written_as_a_float(load):
+    value = validate(load("a: 1e3\n"), {"a": Int(min=1)}).a
+    assert (value, type(value)) == (1000, int)
+
+
 def test_one_of_tells_true_from_one(load):
     assert problems(load("a: true\n"), {"a": OneOf(1, 2)})
     assert problems(load("a: 1\n"), {"a": OneOf("auto", True, False)})
@@ -294,6 +306,7 @@ def test_settings_that_contradict_each_other(load):
         ("components.training.confog.parse", "did you mean 'config'?"),
         ("no_such_package.x", "no module 'no_such_package' is installed"),
         ("math.pi", "is a float, not a class or function"),
+        ("torch.optim.adamw", "is a module, not a class or function; did you mean 'AdamW'?"),
         ("math.sqrt.x", "'math.sqrt' has no 'x'"),
         (".x", "is not a dotted path"),
         (3, "is not a dotted path"),
