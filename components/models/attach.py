@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import (
     MultiHeadAttention,
@@ -119,6 +119,7 @@ def _replacement(
 ) -> TuneAttention:
     """Our module with the old one's parts."""
     weight = old.q_proj.weight
+    assert isinstance(weight, Tensor)
     learned = None
     if sinks is not None:
         # Never on the meta device, where a model may be built: loading weights brings no sinks.

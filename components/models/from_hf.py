@@ -26,6 +26,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules import RotaryPositionalEmbeddings, TransformerDecoder
 
 from components.attention.rope import RotaryEmbedding
+from components.attention.sink_attention import SinkAttention
 from components.models.attach import Windows, with_sink_attention
 from components.models.conversion import CONVERSIONS
 from components.models.decoder import ModelConfig, PolicyModel
@@ -37,6 +38,7 @@ from components.models.hf_config import (
     rope_settings,
     rope_type,
 )
+from components.models.layers import with_fast_layers
 from components.models.lora import add_adapters, check_lora, start_adapters
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
@@ -60,7 +62,7 @@ def policy(
 
     Args:
         model_dir: a Hugging Face directory, or a name in the model cache.
-        dtype: of all weights.
+        dtype: of all weights but sinks, which are float32.
         sinks: where learned sink logits start if the directory has none; None for a model without
             sinks. transformers' classes of these models have no sinks: a checkpoint with them
             (``model.layers.*.self_attn.sinks``) is loaded by this builder only.
@@ -154,6 +156,7 @@ def _build(
     config = _read_config(directory, raw)
     with torch.device("meta"):
         decoder = _decoder(config, raw)
+        with_fast_layers(decoder)
         for parameter in decoder.parameters():
             parameter.data = parameter.data.to(dtype)
         if lora is not None:
@@ -162,14 +165,19 @@ def _build(
     if attention["window"] == "model":
         attention = attention | {"window": model_windows(raw)}
     with_sink_attention(decoder, **attention)
-    tied = config.tie_word_embeddings
-    assert tied or isinstance(decoder.output, nn.Linear)
+    for module in decoder.modules():
+        if isinstance(module, SinkAttention) and module.sinks is not None:
+            # Not rounded to bfloat16, where a logit of 10 cannot move by less than 0.06.
+            module.sinks = nn.Parameter(module.sinks.detach().float())
+    # Where the head is tied, the one that the builder made is left behind.
+    output = None if config.tie_word_embeddings else decoder.output
+    assert output is None or isinstance(output, nn.Linear)
     return PolicyModel(
         config,
         tok_embeddings=decoder.tok_embeddings,
         layers=list(decoder.layers),
         norm=decoder.norm,
-        output=None if tied else decoder.output,  # the builders' own head goes where it is tied
+        output=output,
         checkpoint_activations=checkpoint_activations,
     )
 
@@ -229,12 +237,13 @@ def _decoder(config: ModelConfig, raw: dict[str, Any]) -> TransformerDecoder:
 
 def _share_rotary(decoder: TransformerDecoder, config: ModelConfig) -> None:
     """One rotary embedding for all layers, off the meta device; ours where the numbers are ours."""
-    rope: Any = decoder.layers[0].attn.pos_embeddings
+    attentions: list[Any] = [layer.attn for layer in decoder.layers]
+    rope = attentions[0].pos_embeddings
     if type(rope) is RotaryPositionalEmbeddings:
         rope = RotaryEmbedding(
             config.head_dim, max_positions=config.max_positions, base=config.rope_base
         )
     else:
         rope.rope_init()  # on the CPU now; its tables are not weights that loading brings
-    for layer in decoder.layers:
-        layer.attn.pos_embeddings = rope
+    for attention in attentions:
+        attention.pos_embeddings = rope

@@ -8,11 +8,11 @@ kept in float32.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torchtune.modules
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -78,3 +78,31 @@ class FeedForward(torchtune.modules.FeedForward):
         if torch.compiler.is_compiling():
             return self.w2(F.silu(gate) * up)
         return self.w2(_Gate.apply(gate, up))
+
+
+def with_fast_layers(model: nn.Module) -> nn.Module:
+    """Put these modules in the place of torchtune's own, with the same parameters, in place.
+
+    Args:
+        model: any; only modules that are exactly torchtune's RMSNorm, or its FeedForward with a
+            gate and SiLU, are replaced.
+
+    Returns:
+        The model.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torchtune.modules.RMSNorm:
+                fast = RMSNorm(child.normalized_shape[0], eps=child.eps)
+                fast.scale = child.scale
+                setattr(module, name, fast)
+            elif _is_swiglu(child):
+                parts = {"gate_proj": child.w1, "down_proj": child.w2, "up_proj": child.w3}
+                setattr(module, name, FeedForward(**parts))
+    return model
+
+
+def _is_swiglu(module: nn.Module) -> TypeGuard[torchtune.modules.FeedForward]:
+    if type(module) is not torchtune.modules.FeedForward:
+        return False
+    return module.w3 is not None and type(module.activation) is nn.SiLU

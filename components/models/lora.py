@@ -36,6 +36,7 @@ class AdapterLinear(LoRALinear):
             [..., out_dim] in x's dtype.
         """
         assert isinstance(self.weight, Tensor)
+        assert self.bias is None or isinstance(self.bias, Tensor)
         out = F.linear(x, self.weight, self.bias)
         if self.disabled:
             return out

@@ -135,8 +135,9 @@ class TuneAttention(SinkAttention):
         start, slots = 0, k.shape[2]
         if self.cache_enabled:
             assert self.kv_cache is not None
-            start, slots = self.kv_cache.size, self.kv_cache.k_cache.shape[2]
+            start = self.kv_cache.size
             k, v = self.kv_cache.update(k, v)
+            slots = k.shape[2]
         if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1:] != (q.shape[2], slots):
             raise ValueError(
                 f"mask must be bool [B, {q.shape[2]}, {slots}] (new tokens, keys), got "

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from components.attention.lse import apply_sink, merge, merge_weights, sink_gate
+from components.attention.lse import apply_sink, merge, merge_, merge_weights, sink_gate
 
 
 def column(*values: float) -> torch.Tensor:
@@ -111,3 +111,18 @@ def test_merge_with_empty_sides():
     assert weights[2].tolist() == [[[2.0, 1.0, -torch.inf]]]
     assert torch.isfinite(weights[0]).all()
     assert torch.isfinite(weights[1]).all()
+
+
+def test_merging_in_place_fills_views_with_the_same_bits():
+    torch.manual_seed(0)
+    out, new = torch.randn(2, 3, 8, 4, dtype=torch.float64), torch.randn(2, 3, 5, 4).double()
+    lse, lse_new = torch.randn(2, 3, 8).double(), torch.randn(2, 3, 5).double()
+    lse[0, 0, 3] = lse_new[0, 0, 1] = lse[1, 1, 2] = lse_new[1, 1, 0] = -torch.inf
+    rows = slice(2, 7)
+    expected, expected_lse = merge(out[:, :, rows], lse[:, :, rows], new, lse_new)
+    kept = out.clone(), lse.clone()
+    merge_(out[:, :, rows], lse[:, :, rows], new, lse_new)
+    torch.testing.assert_close(out[:, :, rows], expected, rtol=0, atol=1e-15)
+    assert torch.equal(lse[:, :, rows], expected_lse)
+    assert torch.equal(out[:, :, :2], kept[0][:, :, :2])
+    assert torch.equal(lse[:, :, 7:], kept[1][:, :, 7:])

@@ -170,7 +170,7 @@ def test_a_soft_cap_is_refused_by_what_cannot_do_it():
         ({"backend": "flash"}, "backend must be one of .*'auto', 'flex', 'folded', 'reference'"),
         ({"window": -1}, "window must be None or >= 0, got -1"),
         ({"window": [1, 2, 3]}, "window lists 3 layers, the model has 2"),
-        ({"window": "modle"}, "window = 'modle': must be a number.*'model'"),
+        ({"window": "auto"}, "window = 'auto': must be a number.*'model'"),
         ({"prefix": -1}, "prefix must be >= 0, got -1"),
     ],
 )

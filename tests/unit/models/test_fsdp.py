@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from components.attention.plan import MaskPlan
+from components.models.from_hf import policy
 from components.models.lora import adapters
 from components.models.smollm2 import lora_smollm2, smollm2
 from components.models.weights import hf_state
@@ -19,9 +20,11 @@ TOKENS = torch.tensor([[3, 14, 15, 9, 2, 6, 5]])
 INDEX = torch.tensor([1, 4, 5])
 
 
-def build(directory: Path, *, lora: bool):
+def build(directory: Path, *, kind: str):
     settings = {"dtype": torch.float32, "backend": "folded", "checkpoint_activations": True}
-    if not lora:
+    if kind == "sinks":
+        return policy(directory, sinks=0.5, window=[2, None], prefix=1, **settings)
+    if kind == "full":
         return smollm2(directory, **settings)
     torch.manual_seed(0)
     model = lora_smollm2(
@@ -39,15 +42,15 @@ def step(model):
     return logits.detach()
 
 
-def run_rank(rank: int, directory: Path, store: str, lora: bool) -> None:
+def run_rank(rank: int, directory: Path, store: str, kind: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    alone = build(directory, lora=lora)
+    alone = build(directory, kind=kind)
     expected = step(alone)
-    model = build(directory, lora=lora)
+    model = build(directory, kind=kind)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -67,7 +70,9 @@ def run_rank(rank: int, directory: Path, store: str, lora: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_two_ranks_equal_one(tmp_path, lora):
+@pytest.mark.parametrize("kind", ["full", "lora", "sinks"])
+def test_two_ranks_equal_one(tmp_path, kind):
     directory = tiny.write(tmp_path / "tiny")
-    mp.spawn(run_rank, args=(directory, str(tmp_path / "store"), lora), nprocs=2)
+    if kind == "sinks":
+        directory = tiny.write_narrow(tmp_path / "narrow")
+    mp.spawn(run_rank, args=(directory, str(tmp_path / "store"), kind), nprocs=2)

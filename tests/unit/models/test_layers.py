@@ -5,7 +5,7 @@ import torch
 import torchtune.modules as tune
 from torch import nn
 
-from components.models.layers import FeedForward, RMSNorm
+from components.models.layers import FeedForward, RMSNorm, with_fast_layers
 
 
 def rel(a, b):
@@ -119,3 +119,19 @@ def test_compiled_layers_agree_with_eager_ones():
 
     x = torch.randn(1, 12, 16)
     assert torch.allclose(torch.compile(norm)(x), norm(x), atol=1e-5)
+
+
+def test_torchtunes_modules_are_replaced_with_their_parameters():
+    def gated(activation: nn.Module) -> tune.FeedForward:
+        linears = [nn.Linear(8, 8) for _ in range(3)]
+        parts = dict(zip(("gate_proj", "down_proj", "up_proj"), linears, strict=True))
+        return tune.FeedForward(**parts, activation=activation)
+
+    model = nn.Sequential(tune.RMSNorm(8, eps=1e-3), gated(nn.SiLU()), gated(nn.GELU()))
+    nn.init.normal_(model[0].scale)
+    x = torch.randn(5, 8)
+    expected, names = model(x), dict(model.named_parameters())
+    assert with_fast_layers(model) is model
+    assert [type(module) for module in model] == [RMSNorm, FeedForward, tune.FeedForward]
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
+    assert all(p is names[name] for name, p in model.named_parameters())

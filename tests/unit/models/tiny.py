@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -61,4 +62,20 @@ def write(directory: Path, *, tie: bool = True, state: dict[str, Tensor] | None 
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
     save_file(tensors(tie=tie) if state is None else state, directory / "model.safetensors")
+    return directory
+
+
+def write_narrow(directory: Path, **settings: Any) -> Path:
+    """The same with heads of width / number, as torchtune's builders make them, and settings."""
+    state = tensors()
+    for name in state:
+        if "q_proj" in name:
+            state[name] = state[name][:24].contiguous()
+        elif "k_proj" in name or "v_proj" in name:
+            state[name] = state[name][:12].contiguous()
+        elif "o_proj" in name:
+            state[name] = state[name][:, :24].contiguous()
+    write(directory, state=state)
+    config = CONFIG | {"head_dim": 6} | settings
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
