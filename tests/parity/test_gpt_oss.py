@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from components.attention.plan import MaskPlan
 from components.models.gpt_oss import gpt_oss, lora_gpt_oss
+from components.models.gpt_oss.build import rotary
 from components.models.gpt_oss.config import read_config
 from components.models.gpt_oss.routing import record_routing
 from components.models.lora import adapters
@@ -111,18 +112,16 @@ def test_yarn_equals_transformers_table(directory):
     for settings in ({}, {"head_dim": 64, "rope_theta": 150_000.0, "rope_scaling": None}):
         raw = json.loads((directory / "config.json").read_text()) | settings
         if settings:
-            gpt_oss_20b = {
+            released = {
                 "factor": 32.0,
                 "beta_fast": 32.0,
                 "original_max_position_embeddings": 4096,
             }
-            raw["rope_scaling"] = tiny.CONFIG["rope_scaling"] | gpt_oss_20b
+            raw["rope_scaling"] = tiny.CONFIG["rope_scaling"] | released
             raw["max_position_embeddings"] = 131_072
         folder = directory.parent / f"rope{len(settings)}"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(raw))
-        from components.models.gpt_oss.build import rotary
-
         positions = torch.tensor([[0, 1, 100, raw["max_position_embeddings"] - 1]])
         theirs = GptOssRotaryEmbedding(AutoConfig.from_pretrained(folder))
         cos, sin = theirs(torch.zeros(1), positions)

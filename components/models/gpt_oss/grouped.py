@@ -6,6 +6,7 @@ Suffixes: ``T`` tokens, ``k`` experts per token, ``S`` = T * k rows, ``E`` exper
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,8 @@ def why_not_grouped(rows: Tensor, weight: Tensor) -> str:
     known = (torch.bfloat16,) if rows.device.type == "cuda" else (torch.bfloat16, torch.float32)
     if rows.dtype not in known:
         return f"torch has none for {rows.dtype} on {rows.device.type}"
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
+        return f"compiled code has none for {rows.dtype}"  # its shape function refuses it
     if rows.device.type == "cuda" and torch.cuda.get_device_capability(rows.device) < (8, 0):
         return "the device is older than compute capability 8.0"
     for size in weight.shape[1:]:
@@ -112,12 +115,70 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: Groups, *, method: str
         return _GROUPED_MM(rows, weight, offs=groups.ends)
     if method != "loop":
         raise ValueError(f"experts must be one of {', '.join(METHODS)}, not {method!r}")
-    parts = rows.split(groups.counts.tolist())
-    # unbind: its gradient is one tensor, where weight[e] would make one of full size per expert
-    products = [
-        part @ matrix for part, matrix in zip(parts, weight.unbind(), strict=True) if len(part)
-    ]
-    return torch.cat(products) if products else rows @ weight[0]
+    return _loop(rows, weight, groups.ends)
+
+
+def _used(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, and their rows."""
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+# An operator of its own, so that compiled code calls it without looking inside: how many rows an
+# expert gets is known only when it runs.
+@torch.library.custom_op("sinkflex::expert_loop", mutates_args=())
+def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """``[S, D]`` times ``[E, D, out]``, one product for each expert that is used."""
+    out = rows.new_empty(len(rows), weight.shape[2])
+    for expert, part in _used(ends):
+        torch.mm(rows[part], weight[expert], out=out[part])
+    return out
+
+
+@_loop.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("sinkflex::expert_loop_backward", mutates_args=())
+def _loop_backward(
+    grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, need_rows: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weight; an empty tensor for one that is not needed."""
+    grad_rows = torch.empty_like(rows) if need_rows else rows.new_empty(0)
+    grad_weight = torch.zeros_like(weight) if need_weight else weight.new_empty(0)
+    for expert, part in _used(ends):
+        if need_rows:
+            torch.mm(grad[part], weight[expert].t(), out=grad_rows[part])
+        if need_weight:
+            torch.mm(rows[part].t(), grad[part], out=grad_weight[expert])
+    return grad_rows, grad_weight
+
+
+@_loop_backward.register_fake
+def _(
+    grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, need_rows: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(rows) if need_rows else rows.new_empty(0),
+        torch.empty_like(weight) if need_weight else weight.new_empty(0),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    need_rows, need_weight, _ = ctx.needs_input_grad
+    grads = _loop_backward(grad, *ctx.saved_tensors, need_rows, need_weight)
+    return grads[0] if need_rows else None, grads[1] if need_weight else None, None
+
+
+_loop.register_autograd(_gradients, setup_context=_keep)
 
 
 class Scatter(torch.autograd.Function):
