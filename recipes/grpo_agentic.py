@@ -56,6 +56,7 @@ from components.training.config import (
     parse,
 )
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
+from components.training.model_metrics import model_metrics
 from components.training.parallelize import (
     World,
     clip_grad_norm,
@@ -411,6 +412,7 @@ class GRPOAgentic:
             (out.loss * world.size).backward()
             totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
         metrics |= totals.metrics(world)
+        metrics |= model_metrics(self.model, self.engine_model, items, world)
         metrics["train/grad_norm"] = clip_grad_norm(self.masters.parameters(), cfg.max_grad_norm)
         check_finite(metrics, batches, output_dir=self.output_dir, step=self.step + 1)
         self.optimizer.step()

@@ -9,7 +9,9 @@ Suffixes: ``L`` tokens of the rollout, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -41,6 +43,13 @@ def replay(model: PolicyModel, ids: Sequence[int], *, num_prompt: int) -> Tensor
         raise ValueError(
             f"num_prompt = {num_prompt}: must be from 1 to {len(ids) - 1} for {len(ids)} ids"
         )
+    # As in the engine: compiled layers would be compiled anew for every shape of a cache.
+    compiler = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if compiler else nullcontext():
+        return _replay(model, ids, num_prompt)
+
+
+def _replay(model: PolicyModel, ids: Sequence[int], num_prompt: int) -> Tensor:
     config, device = model.config, next(model.parameters()).device
     pool = RowPool(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
     cache = RolloutCache(pool=pool, row=pool.acquire(), shared=None, shared_len=0)
