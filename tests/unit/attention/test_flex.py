@@ -79,3 +79,30 @@ def test_another_length_is_an_error():
     settings = {"plan": MaskPlan.causal(5), "window": None, "prefix": 0, "scale": None}
     with torch.no_grad(), pytest.raises(ValueError, match="plan is for 5 tokens"):
         flex_attention_sink(q, k, v, sinks=None, **settings)
+
+
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_a_soft_cap_and_its_gradients(differentiable, with_sinks):
+    """Against tanh written out in fp64, the sink added after the cap."""
+    tree, cap, scale = random_tree(2, num_nodes=6, max_len=20), 0.8, 0.7
+    q, k, v, s, grad = inputs(len(tree), batch=2, dtype=torch.float32)
+    sinks = s if with_sinks else None
+    leaves = [x for x in (q, k, v, sinks) if x is not None]
+    settings = {"window": 9, "prefix": 4}
+
+    group = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = cap * torch.tanh(q.double() @ wide_k.transpose(-1, -2) * scale / cap)
+    scores = scores.masked_fill(~visible(tree, **settings), -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    expected = torch.softmax(scores, -1)[..., : k.shape[2]] @ wide_v
+    expected_grads = torch.autograd.grad(expected, leaves, grad.double())
+
+    plan = MaskPlan.from_tree(tree)
+    for attend in (flex_attention_sink, reference_attention):
+        out = attend(q, k, v, plan=plan, sinks=sinks, scale=scale, softcap=cap, **settings)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
+        for got, wanted in zip(torch.autograd.grad(out, leaves, grad), expected_grads, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
