@@ -71,6 +71,8 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             value = converted.pop(name).to(parameter.dtype)
+            if value.data_ptr() % 16:  # in the file's memory; torch's grouped products may want it
+                value = value.clone()
             if parameter.is_meta:
                 owner = model.get_submodule(name.rpartition(".")[0])
                 filled = torch.nn.Parameter(value.contiguous(), parameter.requires_grad)

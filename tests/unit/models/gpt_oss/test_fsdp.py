@@ -13,8 +13,10 @@ from components.attention.plan import MaskPlan
 from components.models.gpt_oss import gpt_oss, lora_gpt_oss
 from components.models.lora import adapters
 from components.models.weights import hf_state
+from components.training.model_metrics import model_metrics
 from components.training.parallelize import World, clip_grad_norm, full_tensor, refresh, shard
 from components.training.precision import MasterWeights
+from tests.unit.rl.ledgers import item
 
 from . import tiny
 
@@ -71,6 +73,17 @@ def run_rank(rank: int, directory, store: str, lora: bool) -> None:
         assert torch.allclose(exported[name], value, atol=1e-5), name
     gathered = hf_state(model, state={n: full_tensor(t) for n, t in model.state_dict().items()})
     assert all(torch.equal(gathered[name], exported[name]) for name in exported)
+
+    # computing in bfloat16, as the recipe does: sinks and the router among the cast parameters
+    half = build(directory, lora=lora)
+    shard(half, world, dtype=torch.bfloat16)
+    logits = step(half)
+    assert (logits - expected).norm() < 0.2 * expected.norm()
+    assert all(p.grad.dtype == torch.float32 for p in half.parameters() if p.requires_grad)
+    items = [item("a", [9, 8, 7, 6], [5, 4, 3])] if rank == 0 else []  # one rank has none
+    metrics = model_metrics(half, copy, items, world)
+    assert 0 <= metrics["mismatch/route_frac"] <= metrics["mismatch/route_token_frac"] <= 1
+    assert metrics["moe/load_max_frac"] <= 0.5
     dist.destroy_process_group()
 
 
