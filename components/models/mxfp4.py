@@ -41,16 +41,24 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
             f"MXFP4 blocks {list(blocks.shape)} and scales {list(scales.shape)} do not fit: "
             "[..., 16] and [...] are wanted"
         )
-    lut = torch.tensor(LUT, device=blocks.device)
-    nibbles = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
-    # Two factors: 2 ** -127 alone is below fp32's normal numbers, which some devices flush to 0.
-    exponent = scales.int().unsqueeze(-1) - 127
-    half = exponent.div(2, rounding_mode="floor")
-    values = torch.ldexp(torch.ldexp(lut[nibbles.int()], half), exponent - half)
-    values = values.to(torch.bfloat16).flatten(-2)
-    if not values.isfinite().all() or (scales == 255).any():
+    # Both numbers of a byte in one look-up: the pair of bfloat16 is moved as one int32.
+    pairs = torch.tensor([[LUT[byte & 0x0F], LUT[byte >> 4]] for byte in range(256)])
+    table = pairs.to(torch.bfloat16).view(torch.int32).flatten().to(blocks.device)
+    both = table.index_select(0, blocks.flatten().int())
+    values = both.view(torch.bfloat16).view(*scales.shape, 32)
+    values.mul_(_powers(scales.device)[scales.int()].unsqueeze(-1))  # exact: a power of two
+    values = values.flatten(-2)
+    # 6 * 2 ** 125 is the largest number of any block that is surely in range.
+    if scales.numel() and int(scales.max()) > 125 + 127 and not values.isfinite().all():
         raise ValueError("MXFP4: a scale of 255 (not a number), or a value above bfloat16's range")
     return values
+
+
+def _powers(device: torch.device) -> Tensor:
+    """The factor of each scale ``[256]``; 255 is not a number."""
+    powers = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)
+    powers[255] = torch.nan
+    return powers.to(torch.bfloat16).to(device)
 
 
 def decode_transposed(blocks: Tensor, scales: Tensor) -> Tensor:
