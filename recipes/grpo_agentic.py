@@ -42,6 +42,7 @@ from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.training import checkpoint, parallelize, run_dir, sections, update
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
+from components.training.model_metrics import model_metrics
 from components.training.parallelize import World
 from components.training.plot import plot_run
 from components.training.precision import MasterWeights
@@ -353,7 +354,8 @@ class GRPOAgentic:
             # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
             (out.loss * world.size).backward()
             totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
-        metrics |= totals.metrics(world)
+        extra = model_metrics(self.model, self.engine_model, items, world)
+        metrics |= totals.metrics(world) | extra
         params = self.masters.parameters()
         metrics["train/grad_norm"] = parallelize.clip_grad_norm(params, cfg.max_grad_norm)
         update.check_finite(metrics, rows, dump)

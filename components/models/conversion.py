@@ -58,14 +58,30 @@ def _phi3_to_hf(state: State, config: ModelConfig) -> State:
     return phi3_tune_to_hf(state)
 
 
+def _gpt_oss_from_hf(state: State, config: ModelConfig) -> State:
+    from components.models.gpt_oss import conversion  # its package loads weights with this module
+
+    return conversion.from_hf(state, config)
+
+
+def _gpt_oss_to_hf(state: State, config: ModelConfig) -> State:
+    from components.models.gpt_oss import conversion
+
+    return conversion.to_hf(state, config)
+
+
 _Convert = Callable[[State, ModelConfig], State]
 CONVERSIONS: Mapping[str, tuple[_Convert, _Convert]] = {
     "llama": (_llama_from_hf, _llama_to_hf),
     "mistral": (_llama_from_hf, _llama_to_hf),
     "qwen2": (_qwen2_from_hf, _qwen2_to_hf),
     "phi3": (_phi3_from_hf, _phi3_to_hf),
+    "gpt_oss": (_gpt_oss_from_hf, _gpt_oss_to_hf),
 }
 """Model type -> (from Hugging Face, to Hugging Face)."""
+
+HAVE_SINKS = ("gpt_oss",)
+"""Types whose checkpoints have sinks, in the dtype of the other weights."""
 
 _HF_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.sinks")
 _TUNE_SINKS = re.compile(r"layers\.(\d+)\.attn\.sinks")

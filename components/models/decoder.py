@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,15 @@ class ModelConfig:
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A module that counts what it does, e.g. the load of its experts."""
+
+    def step_metrics(self) -> dict[str, float]:
+        """Metrics since the last call, by name; empty if there was nothing to count."""
+        ...
 
 
 class PolicyModel(nn.Module):
@@ -145,6 +154,19 @@ class PolicyModel(nn.Module):
         if head is not None:
             return head(hidden, self.head_weight)
         return F.linear(hidden, self.head_weight).float()
+
+    def step_metrics(self) -> dict[str, float]:
+        """What the layers counted since the last call, to be logged once per step.
+
+        Returns:
+            Metric name -> mean over the modules that report it; empty for a dense model.
+        """
+        found: dict[str, list[float]] = {}
+        for module in self.layers.modules():
+            if isinstance(module, Reports):
+                for name, value in module.step_metrics().items():
+                    found.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in found.items()}
 
     def _check_positions(self, input_pos: Tensor) -> None:
         if input_pos.device.type == "meta" or input_pos.numel() == 0:

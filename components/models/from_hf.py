@@ -192,7 +192,7 @@ def _read_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
             f"{directory / 'config.json'}: model_type is {model_type!r}{hint}; "
             f"allowed: {', '.join(_BUILDERS)}"
         )
-    assert CONVERSIONS.keys() == _BUILDERS.keys()
+    assert model_type in CONVERSIONS
     config, rope = model_config(raw), rope_settings(raw)
     scaled = model_type == "llama" and rope_type(raw) == "llama3"
     checks = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,18 +70,25 @@ def check_lora_modules(lora_modules: Sequence[str], *, names: Collection[str] = 
         raise ValueError(f"lora_modules: no module is named {', '.join(complaints)}; {allowed}")
 
 
-def check_lora(lora_modules: Sequence[str], *, lora_rank: int, lora_alpha: float) -> None:
+def check_lora(
+    lora_modules: Sequence[str],
+    *,
+    lora_rank: int,
+    lora_alpha: float,
+    names: Collection[str] = ADAPTABLE,
+) -> None:
     """Refuse settings of adapters that would train nothing.
 
     Args:
         lora_modules: names to adapt.
         lora_rank: at least 1.
         lora_alpha: above 0.
+        names: names that exist.
 
     Raises:
         ValueError: naming the setting.
     """
-    check_lora_modules(lora_modules)
+    check_lora_modules(lora_modules, names=names)
     if lora_rank < 1:
         raise ValueError(f"lora_rank must be at least 1, not {lora_rank}")
     if lora_alpha <= 0:
@@ -111,12 +119,13 @@ def add_adapters(model: nn.Module, lora_modules: Sequence[str], *, rank: int, al
                 setattr(module, name, adapted.to(child.weight.dtype))
 
 
-def start_adapters(model: nn.Module, *, lora_dtype: torch.dtype) -> None:
+def start_adapters(model: nn.Module, *, lora_dtype: torch.dtype, train_sinks: bool = True) -> None:
     """Initialise the adapters of a loaded model and freeze all but them and learned sinks.
 
     Args:
         model: its adapters may be on the meta device; they are put on the CPU.
         lora_dtype: of the adapters' weights.
+        train_sinks: False freezes the sinks, too.
     """
     adapted = adapters(model)
     for module in adapted.values():
@@ -125,6 +134,7 @@ def start_adapters(model: nn.Module, *, lora_dtype: torch.dtype) -> None:
         module.initialize_parameters()
     trained = get_adapter_params(model)
     sinks = {name: p for name, p in model.named_parameters() if name.endswith(".attn.sinks")}
+    sinks = sinks if train_sinks else {}
     set_trainable_params(model, trained | sinks)
     log.info(
         "LoRA: %d adapters of rank %d on %s, %.2f M trained parameters",
@@ -135,9 +145,14 @@ def start_adapters(model: nn.Module, *, lora_dtype: torch.dtype) -> None:
     )
 
 
-def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """The model's adapted linears by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+def adapters(model: nn.Module) -> dict[str, Any]:
+    """The model's adapted linears (and maps of experts) by name.
+
+    Each has ``weight``, ``lora_a``, ``lora_b``, ``rank``, ``alpha``, ``disabled`` and
+    ``initialize_parameters()``, as torchtune's LoRALinear. Known by their ``adapter_params``, which
+    is how torchtune's own functions find them.
+    """
+    return {name: m for name, m in model.named_modules() if hasattr(m, "adapter_params")}
 
 
 @torch.no_grad()
@@ -145,12 +160,14 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tens
     """Fold an adapter into its base weight, in float32.
 
     Args:
-        weight: [out, in], the base; not changed.
-        a: [rank, in].
-        b: [out, rank].
+        weight: [out, in], the base; not changed. Of experts [E, in, out].
+        a: [rank, in]; of experts [E, in, rank].
+        b: [out, rank]; of experts [E, rank, out].
         scale: alpha / rank.
 
     Returns:
-        [out, in] float32.
+        float32, in the shape of `weight`.
     """
+    if weight.dim() == 3:
+        return torch.baddbmm(weight.float(), a.float(), b.float(), alpha=scale)
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)

@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from components.disk import flush
-from components.models.conversion import from_hf, is_hf_sink, to_hf
+from components.models.conversion import HAVE_SINKS, from_hf, is_hf_sink, to_hf
 from components.models.decoder import ModelConfig, PolicyModel
 from components.models.lora import adapters, merged_weight
+from components.models.mxfp4 import decode_pairs
 
 _LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 # Everything beside the weights that transformers and vLLM read.
@@ -53,9 +54,10 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
         ValueError: if tensors are missing, foreign or of another shape; the first few are named.
     """
     directory = Path(directory)
-    found = _read(directory)
+    found = decode_pairs(_read(directory))
     parameters = {k: p for k, p in model.named_parameters() if not _is_adapter(k)}
-    if not any(is_hf_sink(name) for name in found):
+    optional = model.config.model_type not in HAVE_SINKS
+    if optional and not any(is_hf_sink(name) for name in found):
         parameters = {k: p for k, p in parameters.items() if not k.endswith(".attn.sinks")}
     wanted = {name: tuple(t.shape) for name, t in _hf_meta(parameters, model.config).items()}
     if (
@@ -66,9 +68,12 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
         del found[_LM_HEAD]  # some writers store the tied head too
     _check({name: tuple(t.shape) for name, t in found.items()}, wanted, directory)
     converted = from_hf(found, model.config)
+    found.clear()  # and pop below: a large model must not be held twice in two dtypes
     with torch.no_grad():
         for name, parameter in parameters.items():
-            value = converted[name].to(parameter.dtype)
+            value = converted.pop(name).to(parameter.dtype)
+            if value.data_ptr() % 16:  # in the file's memory; torch's grouped products may want it
+                value = value.clone()
             if parameter.is_meta:
                 owner = model.get_submodule(name.rpartition(".")[0])
                 filled = torch.nn.Parameter(value.contiguous(), parameter.requires_grad)
@@ -114,7 +119,8 @@ def save_hf(
             shutil.copyfile(source_dir / name, temporary / name)
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
     saved_dtype = str(tensors[_EMBEDDINGS].dtype).removeprefix("torch.")
-    config.pop("dtype", None)
+    for stale in ("dtype", "quantization_config"):  # MXFP4 was decoded
+        config.pop(stale, None)
     config.update(torch_dtype=saved_dtype, tie_word_embeddings=model.config.tie_word_embeddings)
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
@@ -140,6 +146,9 @@ def hf_state(
         merged = merged_weight(weight, a, b, scale=module.alpha / module.rank)
         base[f"{name}.weight"] = merged.to(dtype or weight.dtype)
     moved = {k: v.to("cpu", dtype or v.dtype) for k, v in base.items()}
+    if model.config.model_type in HAVE_SINKS:  # trained in float32, saved as the rest is
+        saved = moved["tok_embeddings.weight"].dtype
+        moved |= {k: v.to(saved) for k, v in moved.items() if k.endswith(".attn.sinks")}
     converted = to_hf(moved, model.config)
     return {name: value.contiguous() for name, value in converted.items()}
 

@@ -233,7 +233,9 @@ def test_the_model_needs_its_window(my_package):
     problems = check_component(
         {"_component_": "my_package.windowed_llama"}, "model", provided=["dtype"], positional=1
     )
-    assert problems == ["model.window: missing, my_package.windowed_llama needs it; must be an integer"]
+    assert problems == [
+        "model.window: missing, my_package.windowed_llama needs it; must be an integer"
+    ]
 
 
 # ---------------------------------------------------------------- add a loss

@@ -29,6 +29,7 @@ WHAT_LOGS = {
     "grpo_agentic": (
         "recipes/grpo_agentic.py",
         "components/training/*.py",
+        "components/models/gpt_oss/*.py",
         "components/rollout/stats.py",
         "components/rollout/evaluation.py",
     ),

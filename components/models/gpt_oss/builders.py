@@ -1,0 +1,225 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925) from a Hugging Face directory, bf16 or MXFP4.
+
+    model:
+      _component_: components.models.gpt_oss.lora_gpt_oss_20b
+      lora_rank: 16
+      lora_alpha: 32
+      lora_modules: [q_proj, k_proj, v_proj, output_proj]
+
+``gpt_oss`` and ``lora_gpt_oss`` build what config.json says; those with a size refuse another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from components.models.decoder import PolicyModel
+from components.models.gpt_oss.build import build
+from components.models.gpt_oss.config import (
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    GptOssConfig,
+    check_sizes,
+    read_config,
+)
+from components.models.gpt_oss.experts import add_expert_adapters
+from components.models.lora import add_adapters, check_lora, start_adapters
+from components.models.paths import model_dir as find_model_dir
+from components.models.weights import load_hf
+
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "output_proj", "gate_up_proj", "down_proj")
+"""What adapters can be put on: the linears of the attention, the two maps of every expert."""
+
+
+def gpt_oss(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    experts: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a gpt-oss of any size.
+
+    Args:
+        model_dir: a Hugging Face directory, or a name in the model cache. MXFP4 weights are decoded
+            to bfloat16, which holds them exactly.
+        dtype: of all weights but the sinks, which are float32.
+        backend: of the attention: auto, folded, flex or reference.
+        experts: how the products of the experts run: grouped (one kernel call), loop (over the
+            experts that are used) or auto (grouped where torch has a kernel; logged).
+        checkpoint_activations: compute each layer again in the backward pass.
+
+    Returns:
+        The model, all of it trainable.
+
+    Raises:
+        FileNotFoundError: if the directory is missing.
+        ValueError: if it holds another architecture, or weights that do not fit.
+    """
+    directory = find_model_dir(model_dir)
+    model = build(
+        read_config(directory),
+        dtype=dtype,
+        backend=backend,
+        experts=experts,
+        checkpoint_activations=checkpoint_activations,
+    )
+    load_hf(model, directory)
+    return model
+
+
+def lora_gpt_oss(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_modules: Sequence[str],
+    lora_dtype: torch.dtype = torch.float32,
+    train_sinks: bool = False,
+    backend: str = "auto",
+    experts: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a gpt-oss of any size with its weights frozen and low-rank adapters to train.
+
+    Args:
+        model_dir: as in :func:`gpt_oss`.
+        dtype: of the frozen weights, and of the products.
+        lora_rank: rank of the adapters.
+        lora_alpha: the adapters' output is scaled by lora_alpha / lora_rank.
+        lora_modules: what is adapted in every layer, among q_proj, k_proj, v_proj, output_proj, and
+            of every expert gate_up_proj and down_proj.
+        lora_dtype: of the adapters' weights; float32 keeps small updates.
+        train_sinks: train the attention's sink logits too.
+        backend: as in :func:`gpt_oss`.
+        experts: as in :func:`gpt_oss`.
+        checkpoint_activations: as in :func:`gpt_oss`.
+
+    Returns:
+        The model; only the adapters (and sinks) require gradients.
+
+    Raises:
+        FileNotFoundError: if the directory is missing.
+        ValueError: if a name in `lora_modules` matches nothing, the rank or alpha is not positive,
+            or the directory does not fit.
+    """
+    check_lora(lora_modules, lora_rank=lora_rank, lora_alpha=lora_alpha, names=ADAPTABLE)
+    directory = find_model_dir(model_dir)
+    model = build(
+        read_config(directory),
+        dtype=dtype,
+        backend=backend,
+        experts=experts,
+        checkpoint_activations=checkpoint_activations,
+    )
+    add_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
+    add_expert_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
+    load_hf(model, directory)
+    start_adapters(model, lora_dtype=lora_dtype, train_sinks=train_sinks)
+    return model
+
+
+def gpt_oss_20b(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    experts: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a gpt-oss-20b (20.9 B parameters, 3.6 B of them used per token); see :func:`gpt_oss`."""
+    _check_size(model_dir, GPT_OSS_20B, builder="gpt_oss_20b")
+    return gpt_oss(
+        model_dir,
+        dtype=dtype,
+        backend=backend,
+        experts=experts,
+        checkpoint_activations=checkpoint_activations,
+    )
+
+
+def gpt_oss_120b(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    experts: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a gpt-oss-120b (116.8 B parameters, 5.1 B used per token); see :func:`gpt_oss`."""
+    _check_size(model_dir, GPT_OSS_120B, builder="gpt_oss_120b")
+    return gpt_oss(
+        model_dir,
+        dtype=dtype,
+        backend=backend,
+        experts=experts,
+        checkpoint_activations=checkpoint_activations,
+    )
+
+
+def lora_gpt_oss_20b(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_modules: Sequence[str],
+    lora_dtype: torch.dtype = torch.float32,
+    train_sinks: bool = False,
+    backend: str = "auto",
+    experts: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a frozen gpt-oss-20b with adapters to train; see :func:`lora_gpt_oss`."""
+    _check_size(model_dir, GPT_OSS_20B, builder="lora_gpt_oss_20b")
+    return lora_gpt_oss(
+        model_dir,
+        dtype=dtype,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_modules=lora_modules,
+        lora_dtype=lora_dtype,
+        train_sinks=train_sinks,
+        backend=backend,
+        experts=experts,
+        checkpoint_activations=checkpoint_activations,
+    )
+
+
+def lora_gpt_oss_120b(
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_modules: Sequence[str],
+    lora_dtype: torch.dtype = torch.float32,
+    train_sinks: bool = False,
+    backend: str = "auto",
+    experts: str = "auto",
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Load a frozen gpt-oss-120b with adapters to train; see :func:`lora_gpt_oss`."""
+    _check_size(model_dir, GPT_OSS_120B, builder="lora_gpt_oss_120b")
+    return lora_gpt_oss(
+        model_dir,
+        dtype=dtype,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_modules=lora_modules,
+        lora_dtype=lora_dtype,
+        train_sinks=train_sinks,
+        backend=backend,
+        experts=experts,
+        checkpoint_activations=checkpoint_activations,
+    )
+
+
+def _check_size(model_dir: str | Path, wanted: GptOssConfig, *, builder: str) -> None:
+    directory = find_model_dir(model_dir)
+    check_sizes(read_config(directory), wanted, builder=builder, where=directory)
