@@ -1,7 +1,7 @@
 """Tool calls as text.
 
-Hermes writes ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` into the turn; harmony has
-the name in a message's header and the arguments as its content.
+Hermes writes ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` into the turn; harmony
+has the name in a message's header and the arguments as its content.
 """
 
 from __future__ import annotations
