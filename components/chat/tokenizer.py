@@ -51,6 +51,7 @@ def load_tokenizer(tokenizer_dir: str | Path) -> ChatTokenizer:
 
     Raises:
         FileNotFoundError: there is no ``tokenizer.json``.
+        ValueError: the ids of its added tokens have gaps.
     """
     path = Path(tokenizer_dir)
     path = path if path.is_file() else path / "tokenizer.json"
@@ -69,6 +70,14 @@ def load_tokenizer(tokenizer_dir: str | Path) -> ChatTokenizer:
         }
         for special in (True, False)
     }
+    for token in data.get("added_tokens") or []:
+        # The library numbers them by their place; a file with gaps would get other ids.
+        loaded = tokenizer.token_to_id(token["content"])
+        if loaded != token["id"]:
+            raise ValueError(
+                f"{str(path)!r}: added token {token['content']!r} has id {token['id']} there and "
+                f"{loaded} when loaded; ids of added tokens must follow each other"
+            )
     return ChatTokenizer(path=path, tokenizer=tokenizer, special=ids[True], tags=ids[False])
 
 

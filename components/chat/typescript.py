@@ -73,7 +73,7 @@ def _type(
         return " | ".join(_literal(value) for value in schema["enum"])
     if "const" in schema:
         return _literal(schema["const"])
-    kind = schema.get("type", "any")
+    kind = schema.get("type", "object" if "properties" in schema else "any")
     if isinstance(kind, list):
         return " | ".join(_TYPES.get(part, part) for part in kind)
     if kind == "array" and schema.get("items"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
-from components.chat.harmony_parse import CONTROL
 from components.chat.harmony_tokens import write_harmony_tokenizer
 from components.envs.base import ToolSpec
 from tests.tiny import tiny_tokenizer_dir
@@ -42,11 +42,12 @@ def harmony_dir(directory: Path) -> Path:
 
 def o200k_file() -> Path:
     """The o200k vocabulary, which litellm (a dependency of tau2) carries for its own use."""
-    import litellm
-
+    spec = find_spec("litellm")  # found, not imported: importing it asks the internet
+    assert spec is not None
+    assert spec.origin is not None
     # tiktoken names a cached vocabulary by the SHA-1 of its address.
     name = "fb374d419588a4632f3f557e76b4b70aebbca790"
-    return Path(litellm.__file__).parent / "litellm_core_utils" / "tokenizers" / name
+    return Path(spec.origin).parent / "litellm_core_utils" / "tokenizers" / name
 
 
 def gpt_oss_tokenizer(directory: Path) -> Path:
@@ -73,11 +74,16 @@ def gpt_oss_tokenizer(directory: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     data = json.loads(tokenizer.to_str())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    names = {number: token for token, number in GPT_OSS_IDS.items()}
     data["added_tokens"] = [
-        {"id": number, "content": token, **flags, "special": True}
-        for token, number in GPT_OSS_IDS.items()
+        {
+            "id": number,
+            "content": names.get(number, f"<|reserved_{number}|>"),
+            **flags,
+            "special": True,
+        }
+        for number in range(len(vocab), max(names) + 1)
     ]
-    assert set(CONTROL) <= set(GPT_OSS_IDS)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(json.dumps(data))
     return directory

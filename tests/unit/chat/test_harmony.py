@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,11 @@ class TestConstruction:
             HarmonyRenderer(tmp_path)
         with pytest.raises(ValueError, match="not harmony"):
             HarmonyRenderer(tiny_tokenizer_dir(tmp_path / "chatml"))
+        data = json.loads((directory / "tokenizer.json").read_text())
+        data["added_tokens"][-1]["id"] += 1
+        (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match="must follow each other"):
+            HarmonyRenderer(tmp_path)
         two = Message(role="assistant", tool_calls=(CALL, CALL))
         with pytest.raises(ValueError, match="ends with its first call"):
             renderer.render_assistant(two)
