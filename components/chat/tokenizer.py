@@ -62,14 +62,7 @@ def load_tokenizer(tokenizer_dir: str | Path) -> ChatTokenizer:
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    ids = {
-        special: {
-            token["content"]: tokenizer.token_to_id(token["content"])
-            for token in data.get("added_tokens") or []
-            if token["special"] is special
-        }
-        for special in (True, False)
-    }
+    ids: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for token in data.get("added_tokens") or []:
         # The library numbers them by their place; a file with gaps would get other ids.
         loaded = tokenizer.token_to_id(token["content"])
@@ -78,6 +71,7 @@ def load_tokenizer(tokenizer_dir: str | Path) -> ChatTokenizer:
                 f"{str(path)!r}: added token {token['content']!r} has id {token['id']} there and "
                 f"{loaded} when loaded; ids of added tokens must follow each other"
             )
+        ids[token["special"]][token["content"]] = loaded
     return ChatTokenizer(path=path, tokenizer=tokenizer, special=ids[True], tags=ids[False])
 
 

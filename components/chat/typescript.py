@@ -75,7 +75,7 @@ def _type(
         return _literal(schema["const"])
     kind = schema.get("type", "object" if "properties" in schema else "any")
     if isinstance(kind, list):
-        return " | ".join(_TYPES.get(part, part) for part in kind)
+        return " | ".join(_TYPES.get(str(part), str(part)) for part in kind)
     if kind == "array" and schema.get("items"):
         items = _type(schema["items"], definitions, indent, depth + 1)
         return f"({items})[]" if " | " in items and not items.startswith("{") else f"{items}[]"
