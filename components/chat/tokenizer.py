@@ -66,7 +66,7 @@ def load_tokenizer(tokenizer_dir: str | Path) -> ChatTokenizer:
     for token in data.get("added_tokens") or []:
         # The library numbers them by their place; a file with gaps would get other ids.
         loaded = tokenizer.token_to_id(token["content"])
-        if loaded != token["id"]:
+        if loaded is None or loaded != token["id"]:
             raise ValueError(
                 f"{str(path)!r}: added token {token['content']!r} has id {token['id']} there and "
                 f"{loaded} when loaded; ids of added tokens must follow each other"
