@@ -17,6 +17,14 @@ class Rendered:
     authors: tuple[int, ...]
 
 
+def joined(parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rendered:
+    """Pieces of (ids, authors) in their order."""
+    return Rendered(
+        ids=tuple(token for ids, _ in parts for token in ids),
+        authors=tuple(int(author) for _, authors in parts for author in authors),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
     """A sampled turn as a message, or why it is none."""

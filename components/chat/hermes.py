@@ -30,12 +30,11 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from tokenizers import Tokenizer
-
-from components.chat.base import ParsedTurn, Rendered
+from components.chat.base import ParsedTurn, Rendered, joined
 from components.chat.signatures import signatures
+from components.chat.tokenizer import load_tokenizer
 from components.chat.tool_calls import read_calls, turn_text
 from components.envs.base import Message, ToolSpec
 from components.rollout.types import Author
@@ -87,30 +86,15 @@ class HermesRenderer:
         if tool_format not in get_args(ToolFormat):
             raise ValueError(f"tool_format={tool_format!r}: allowed are {get_args(ToolFormat)}")
         self.tool_format: ToolFormat = tool_format
-        path = Path(tokenizer_dir)
-        path = path if path.is_file() else path / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"tokenizer_dir={str(tokenizer_dir)!r} holds no tokenizer.json")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        self._tokenizer = Tokenizer.from_str(json.dumps(_plain_text_only(data)))
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        ids = {
-            special: {
-                token["content"]: self._tokenizer.token_to_id(token["content"])
-                for token in data.get("added_tokens") or []
-                if token["special"] is special
-            }
-            for special in (True, False)
-        }
-        self._control_ids = frozenset(ids[True].values())
-        self._tags = ids[False]
+        self._chat = load_tokenizer(tokenizer_dir)
+        self._tokenizer = self._chat.tokenizer
+        self._control_ids = frozenset(self._chat.special.values())
+        self._tags = self._chat.tags
         # Longest first: a tag may be the beginning of another one.
         tags = sorted(self._tags, key=len, reverse=True)
         self._tag_pattern = re.compile("(" + "|".join(re.escape(tag) for tag in tags) + ")")
-        self._start_id = self._control_id(_START, path)
-        self._end_id = self._control_id(_END, path)
+        self._start_id = self._chat.special_id(_START, format_name="ChatML")
+        self._end_id = self._chat.special_id(_END, format_name="ChatML")
         end_of_text = self._tokenizer.token_to_id("<|endoftext|>")
         self.stop_ids = frozenset(
             {self._end_id} if end_of_text is None else {self._end_id, end_of_text}
@@ -120,14 +104,14 @@ class HermesRenderer:
     def render_system(self, system_prompt: str, tools: Sequence[ToolSpec]) -> Rendered:
         """The system turn with the tools in it: shared by every rollout of a domain."""
         if not tools:
-            return _join([self._turn("system", [(system_prompt, False)])])
+            return joined([self._turn("system", [(system_prompt, False)])])
         if self.tool_format == "signatures":
             listed = signatures(tools)
         else:
             listed = "\n".join(_json_tool(tool) for tool in tools)
         before, _, after = _TOOLS_PROMPT.partition("{tools}")
         texts = [(system_prompt, False), (before, True), (listed, False), (after, True)]
-        return _join([self._turn("system", texts)])
+        return joined([self._turn("system", texts)])
 
     def render_observation(
         self, messages: Sequence[Message], *, after_turn: bool, closed: bool = True
@@ -152,7 +136,7 @@ class HermesRenderer:
                 parts += [self._turn(role, [(turn_text(message), False)]) for message in group]
         ids = [self._start_id, *self._encode("assistant\n")]
         parts.append((ids, [Author.TEMPLATE] * len(ids)))
-        return _join(parts)
+        return joined(parts)
 
     def render_assistant(self, message: Message) -> tuple[int, ...]:
         """The ids a policy would have sampled for ``message``, end token included."""
@@ -184,16 +168,10 @@ class HermesRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens shown."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def _control_id(self, token: str, path: Path) -> int:
-        number = self._tokenizer.token_to_id(token)
-        if number is None or number not in self._control_ids:
-            raise ValueError(f"tokenizer {str(path)!r} has no special token {token}: not ChatML")
-        return number
+        return self._chat.decode(list(ids))
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._chat.encode(text)
 
     def _encode_texts(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
         """Encode (text, ours) pieces as one text.
@@ -224,12 +202,6 @@ class HermesRenderer:
         return ids, authors + [template] * (1 + len(newline))
 
 
-def _plain_text_only(data: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer file in which every added token can be switched off when text is encoded."""
-    added = [{**token, "special": True} for token in data.get("added_tokens") or []]
-    return {**data, "added_tokens": added}
-
-
 def _json_tool(tool: ToolSpec) -> str:
     function = {
         "name": tool.name,
@@ -241,10 +213,3 @@ def _json_tool(tool: ToolSpec) -> str:
 
 def _error(text: str) -> ParsedTurn:
     return ParsedTurn(message=None, error=text)
-
-
-def _join(parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rendered:
-    return Rendered(
-        ids=tuple(token for ids, _ in parts for token in ids),
-        authors=tuple(int(author) for _, authors in parts for author in authors),
-    )

@@ -1,4 +1,8 @@
-"""Hermes tool calls as text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+"""Tool calls as text.
+
+Hermes writes ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` into the turn; harmony
+has the name in a message's header and the arguments as its content.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,16 @@ def read_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     if not calls and _BARE_CALL.match(content):
         raise ValueError(f"it must stand between {_CALL} and {_CALL_END}")
     return content, tuple(calls)
+
+
+def read_arguments(name: str, text: str) -> ToolCall:
+    """A call whose name is known, from the JSON of its arguments.
+
+    Raises:
+        ValueError: with what is wrong, in words for the model.
+    """
+    arguments = json.loads(text, parse_constant=_refuse_constant)
+    return _call({"name": name, "arguments": arguments})
 
 
 def _call(value: Any) -> ToolCall:

@@ -53,6 +53,9 @@ class Message:
     """Only on assistant messages."""
     tool_call_id: str = ""
     """Only on tool messages: the id of the call that this answers."""
+    tool_name: str = ""
+    """Only on tool messages: the tool that answers. The episode knows it by the call's id; an
+    environment may leave it empty."""
     error: bool = False
     """Only on tool messages: whether the tool refused."""
 

@@ -79,6 +79,7 @@ class Episode:
         self.messages: list[dict[str, Any]] = []
         self.shared_len = 0
         self.info: Mapping[str, Any] = {}
+        self._tool_names: dict[str, str] = {}
         self.stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
     def start(self) -> Status | None:
@@ -90,7 +91,8 @@ class Episode:
         self.shared_len = len(system.ids)
         self._append(system)
         self._record(info["messages"])
-        self._append(self.renderer.render_observation(info["messages"], after_turn=False))
+        messages = self._with_tool_names(info["messages"])
+        self._append(self.renderer.render_observation(messages, after_turn=False))
         self.stats["prompt_tokens"] = len(self.ledger)
         if "trajectory" in info:
             return self._end(info, terminated=True)
@@ -164,6 +166,7 @@ class Episode:
         self, messages: Sequence[Message], *, closed: bool, refused: bool = False
     ) -> Status | None:
         """Append an observation, or drop it whole when it leaves no room for another turn."""
+        messages = self._with_tool_names(messages)
         rendered = self.renderer.render_observation(messages, after_turn=True, closed=closed)
         if len(self.ledger) + len(rendered.ids) >= self.limits.max_tokens:
             self._record(messages, refused=refused, dropped=True)
@@ -224,7 +227,18 @@ class Episode:
             replace(call, id=call.id or f"call_{turn}_{i}")
             for i, call in enumerate(message.tool_calls)
         )
-        return replace(message, tool_calls=calls)
+        message = replace(message, tool_calls=calls)
+        self._with_tool_names([message])
+        return message
+
+    def _with_tool_names(self, messages: Sequence[Message]) -> list[Message]:
+        """Tool messages with the name of the tool; calls are remembered for later ones."""
+        named = []
+        for message in messages:
+            self._tool_names |= {call.id: call.name for call in message.tool_calls}
+            name = message.tool_name or self._tool_names.get(message.tool_call_id, "")
+            named.append(replace(message, tool_name=name) if message.role == "tool" else message)
+        return named
 
     def _record(
         self,

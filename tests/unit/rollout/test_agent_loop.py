@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from components.envs.base import Message, ToolCall
 from components.rollout.agent_loop import Limits, LimitsError, run_episode
 from components.rollout.types import Author, Rollout, SampleResult
 from tests.unit.rollout.fakes import CALL, FakeEngine, FakeEnv, make_renderer, spec
@@ -138,6 +139,50 @@ class TestLedger:
 
 def env_tools() -> Any:
     return FakeEnv().reset(options={"task_id": "user_stop:1"})[1]["tools"]
+
+
+class TestToolNames:
+    """A chat format may want to know which tool answers; environments only know the call's id."""
+
+    def test_results_name_their_tool(self, monkeypatch):
+        seen: list[tuple[str, str]] = []
+        render = RENDERER.render_observation
+
+        def watched(messages: Any, **kwargs: Any) -> Any:
+            seen.extend((m.role, m.tool_name) for m in messages)
+            return render(messages, **kwargs)
+
+        monkeypatch.setattr(RENDERER, "render_observation", watched)
+        play("user_stop:4", ["Hello", CALL, "not <tool_call> JSON", "refuse me", CALL, "Bye"])
+        assert seen[:3] == [("assistant", ""), ("user", ""), ("user", "")]
+        assert seen[3:] == [
+            ("tool", "get_order"),
+            ("tool", ""),
+            ("tool", ""),
+            ("tool", "get_order"),
+        ]
+
+    def test_calls_in_a_task_s_history_count_too(self, monkeypatch):
+        env, seen = FakeEnv(), []
+        call = ToolCall(name="get_user", arguments={}, id="old")
+        history = (
+            Message(role="assistant", tool_calls=(call,)),
+            Message(role="tool", content="Ana", tool_call_id="old"),
+        )
+        reset, render = env.reset, RENDERER.render_observation
+
+        def with_history(**kwargs: Any) -> Any:
+            observation, info = reset(**kwargs)
+            return observation, info | {"messages": history}
+
+        def watched(messages: Any, **kwargs: Any) -> Any:
+            seen.extend(m.tool_name for m in messages)
+            return render(messages, **kwargs)
+
+        monkeypatch.setattr(env, "reset", with_history)
+        monkeypatch.setattr(RENDERER, "render_observation", watched)
+        play("user_stop:1", ["Bye"], env=env)
+        assert seen == ["", "get_user"]
 
 
 class TestRefusals:
