@@ -5,6 +5,7 @@ Suffixes: ``B`` batch, ``T`` tokens, ``N`` query heads, ``K`` key heads, ``H`` h
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,9 @@ from components.attention.flex import flex_attention_sink
 from components.attention.folded import folded_attention
 from components.attention.plan import MaskPlan
 from components.attention.reference import reference_attention
+
+# The profiler writes two lines to stderr whenever it is used; this is above its highest level.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 Arm = Callable[["Inputs"], Tensor]
 BACKENDS = {
@@ -140,9 +144,7 @@ def fused(x: Inputs) -> Tensor:
 def ours(x: Inputs, *, backend: str, plan: MaskPlan, window: int | None) -> Tensor:
     """One of our backends, with the sink."""
     attend = BACKENDS[backend]
-    return attend(
-        x.q, x.k, x.v, plan=plan, window=window, prefix=0, sinks=x.sinks, scale=None
-    )
+    return attend(x.q, x.k, x.v, plan=plan, window=window, prefix=0, sinks=x.sinks, scale=None)
 
 
 def make_arms(
@@ -245,7 +247,9 @@ def measure(
             wanted.append(inputs.sinks)
         run = partial(timed, partial(arm, inputs), inputs, wanted)
         first: list[tuple[float, ...]] = []
-        peak = peak_allocated(lambda run=run, first=first: first.append(run()), device=inputs.q.device)
+        peak = peak_allocated(
+            lambda run=run, first=first: first.append(run()), device=inputs.q.device
+        )
         results[name] = Measured(peak_bytes=inputs.num_bytes + peak)
         cost[name], warm_up[name] = sum(first[0]), (run, first[0])
     rounds = [name for name in arms if cost[name] <= slow_s]

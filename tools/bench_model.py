@@ -1,0 +1,205 @@
+"""The whole-model study of ``tools/bench_attention.py``: one training step, eager against ours.
+
+The same weights and tokens; only the attention backend differs. ``eager`` is our backend
+``reference``: dense scores with a sink column. The step is forward, log-probabilities of the last
+quarter of the tokens (chunked over the vocabulary, as in training) and backward, layers
+checkpointed, one row that is one rollout. Attention and sinks are trained, the rest is frozen.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from components.attention.plan import MaskPlan
+from components.rl.logprobs import chunked_logprobs
+from tools.bench_cases import peak_allocated
+
+Build = Callable[[str], nn.Module]
+"""Backend -> a model called like :class:`components.models.decoder.PolicyModel`."""
+
+TINY = {
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "embed_dim": 256,
+    "ffn_dim": 256,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "vocab_size": 2048,
+}
+"""Every feature of gpt-oss, small enough for a CPU."""
+
+
+def gpt_oss_builder(device: torch.device) -> Build:
+    """The builder of the study: a tiny gpt-oss on a CPU, the shape of the 20b on CUDA.
+
+    Weights are random: neither time nor memory of a step depends on them, but for the routing.
+
+    Args:
+        device: where the model goes.
+
+    Raises:
+        ValueError: if this checkout has no gpt-oss.
+    """
+    try:
+        from components.models import gpt_oss as family  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError as error:
+        raise ValueError(
+            "--model needs components.models.gpt_oss, which this checkout does not have"
+        ) from error
+
+    def build(backend: str) -> nn.Module:
+        settings = {"dtype": torch.bfloat16, "backend": backend, "checkpoint_activations": True}
+        torch.manual_seed(0)
+        with device:
+            if device.type == "cuda":
+                return family.gpt_oss_20b(**settings)
+            return family.gpt_oss(**TINY, **settings)
+
+    return build
+
+
+def train_attention_only(model: nn.Module) -> list[nn.Parameter]:
+    """Freeze all but attention, and return what is left: the 20b's experts do not fit twice."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".attn." in name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("the model has no parameter with '.attn.' in its name: nothing to train")
+    return trained
+
+
+def make_step(
+    model: nn.Module, num_tokens: int, *, vocab_size: int, device: torch.device
+) -> Callable[[], None]:
+    """One training step without optimizer; gradients are dropped at its end.
+
+    Args:
+        model: called like ``PolicyModel``.
+        num_tokens: length of the row.
+        vocab_size: of the random tokens.
+        device: where the model is.
+    """
+    trained = train_attention_only(model)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (1, num_tokens), generator=generator).to(device)
+    positions = torch.arange(num_tokens, device=device)[None]
+    index = torch.arange(num_tokens - num_tokens // 4 - 1, num_tokens - 1, device=device)
+    plan = MaskPlan.causal(num_tokens)
+
+    def head(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        logprobs, _ = chunked_logprobs(
+            hidden,
+            weight,
+            targets=tokens[0, index + 1],
+            temperature=1.0,
+            compute_entropy=False,
+        )
+        return logprobs
+
+    def step() -> None:
+        logprobs = model(tokens, mask=plan, input_pos=positions, index=index, head=head)
+        torch.autograd.grad(-logprobs.mean(), trained, allow_unused=False)
+
+    return step
+
+
+def study(
+    build: Build,
+    *,
+    lengths: Sequence[int],
+    vocab_size: int,
+    device: torch.device,
+    backend: str,
+    num_passes: int = 3,
+) -> list[dict[str, Any]]:
+    """Time and peak memory of a step, per backend and length.
+
+    Args:
+        build: makes the model.
+        lengths: tokens of the row.
+        vocab_size: of the random tokens.
+        device: where to run.
+        backend: ours, against ``reference``.
+        num_passes: timed steps after the one whose memory is taken.
+
+    Returns:
+        One record each: arm, tokens, step_s (each pass), peak_bytes (parameters included); both
+        None where the device ran out of memory, which is a result and not an error.
+    """
+    records = []
+    for arm, name in (("eager", "reference"), (backend, backend)):
+        model = build(name)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        for num_tokens in lengths:
+            step = make_step(model, num_tokens, vocab_size=vocab_size, device=device)
+            record: dict[str, Any] = {"arm": arm, "tokens": num_tokens}
+            try:
+                record["peak_bytes"] = weights + peak_allocated(step, device=device)
+                record["step_s"] = [_seconds(step, device) for _ in range(num_passes)]
+            except torch.OutOfMemoryError:
+                record |= {"peak_bytes": None, "step_s": None}
+            records.append(record)
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return records
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def print_study(records: Sequence[dict[str, Any]]) -> None:
+    """One line per record, and what ours saves against eager."""
+    print(
+        f"\nwhole model, one training step\n{'tokens':>7} {'arm':<9} {'step s':>8} {'peak MiB':>10}"
+    )
+    eager = {r["tokens"]: r for r in records if r["arm"] == "eager"}
+    for record in records:
+        start = f"{record['tokens']:>7,} {record['arm']:<9}"
+        if record["peak_bytes"] is None:
+            print(f"{start} out of memory")
+            continue
+        seconds, peak = statistics.median(record["step_s"]), record["peak_bytes"]
+        line = f"{start} {seconds:>8.2f} {peak / 2**20:>10.1f}"
+        base = eager[record["tokens"]]
+        if record["arm"] != "eager" and base["peak_bytes"]:
+            faster = statistics.median(base["step_s"]) / seconds
+            line += f"  {faster:.2f}x as fast, {1 - peak / base['peak_bytes']:.0%} less memory"
+        print(line)
+
+
+def run_study(
+    *, device: torch.device, backend: str, lengths: Sequence[int] = (4096, 8192)
+) -> list[dict[str, Any]]:
+    """The study of the paper on this machine, printed.
+
+    Args:
+        device: where to run.
+        backend: ours.
+        lengths: tokens of the row.
+    """
+    records = study(
+        gpt_oss_builder(device),
+        lengths=lengths,
+        vocab_size=TINY["vocab_size"],
+        device=device,
+        backend=backend,
+        num_passes=3 if device.type == "cuda" else 1,
+    )
+    print_study(records)
+    return records
