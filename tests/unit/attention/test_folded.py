@@ -1,11 +1,10 @@
-"""The folded backend: values and all gradients against a dense fp64 oracle, and memory in bytes."""
+"""The folded backend: values and all gradients against a dense fp64 oracle."""
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from components.attention.folded import _folded, flash_forward, folded_attention
-from components.attention.masks import TreeMask, document_tree
+from components.attention.masks import document_tree
 from components.attention.plan import MaskPlan
 
 from .cases import inputs, oracle, path, random_tree, visible
@@ -306,53 +305,3 @@ class TestFlashForward:
     def test_gradients_are_not_recorded(self):
         q, k, v, _, _ = inputs(6)
         assert not flash_forward(q, k, v, is_causal=True)[0].requires_grad
-
-
-def peak_bytes(run) -> int:
-    """Peak of what the CPU allocator gave out during ``run``, kernel buffers included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    assert memory
-    peak = total = 0
-    for _, size in sorted(memory, key=lambda event: event[0]):
-        total += size
-        peak = max(peak, total)
-    return peak
-
-
-@pytest.mark.parametrize(("window", "prefix"), [(None, 0), (127, 16), (1000, 0)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_memory_is_linear(window, prefix, packed):
-    """Forward and backward, peak bytes: no T x T, not even of one byte per pair."""
-
-    def run(num_tokens: int) -> int:
-        def step() -> None:
-            eighth = num_tokens // 8
-            if packed:  # a prompt of half the row, and four rollouts below it
-                enter = torch.tensor([0, 0, 0, 0, 1, 2, 3, 4]).repeat_interleave(eighth)
-                start = torch.tensor([0, 0, 0, 0, 4, 4, 4, 4]).repeat_interleave(eighth) * eighth
-                place = torch.arange(num_tokens)
-                position = torch.where(enter == 0, place, start + place % eighth)
-                tree = TreeMask(
-                    enter=enter, exit=torch.where(enter == 0, 5, enter + 1), position=position
-                )
-                plan = MaskPlan.from_tree(tree)
-            else:
-                plan = MaskPlan.causal(num_tokens)
-            q, k, v, s, grad = inputs(
-                num_tokens, heads=2, kv_heads=1, head_dim=8, dtype=torch.bfloat16
-            )
-            out = folded_attention(
-                q, k, v, plan=plan, window=window, prefix=prefix, sinks=s, scale=None
-            )
-            out.backward(grad)
-
-        step()  # masks that are kept between calls
-        return peak_bytes(step)
-
-    short, long = run(2048), run(8192)
-    assert long <= 4.4 * short
-    assert long < 8192 * 8192 // 8
