@@ -50,19 +50,25 @@ def gpt_oss_builder(device: torch.device) -> Build:
         ValueError: if this checkout has no gpt-oss.
     """
     try:
-        from components.models import gpt_oss as family  # pyright: ignore[reportAttributeAccessIssue]
+        from components.models.gpt_oss import (  # pyright: ignore[reportMissingImports]
+            GPT_OSS_20B,
+            GptOssConfig,
+            random_gpt_oss,
+        )
     except ImportError as error:
         raise ValueError(
             "--model needs components.models.gpt_oss, which this checkout does not have"
         ) from error
+    config = GPT_OSS_20B if device.type == "cuda" else GptOssConfig(**TINY)
 
     def build(backend: str) -> nn.Module:
-        settings = {"dtype": torch.bfloat16, "backend": backend, "checkpoint_activations": True}
-        torch.manual_seed(0)
-        with device:
-            if device.type == "cuda":
-                return family.gpt_oss_20b(**settings)
-            return family.gpt_oss(**TINY, **settings)
+        return random_gpt_oss(
+            config,
+            dtype=torch.bfloat16,
+            device=device,
+            backend=backend,
+            checkpoint_activations=True,
+        )
 
     return build
 
@@ -77,20 +83,18 @@ def train_attention_only(model: nn.Module) -> list[nn.Parameter]:
     return trained
 
 
-def make_step(
-    model: nn.Module, num_tokens: int, *, vocab_size: int, device: torch.device
-) -> Callable[[], None]:
+def make_step(model: nn.Module, num_tokens: int, *, device: torch.device) -> Callable[[], None]:
     """One training step without optimizer; gradients are dropped at its end.
 
     Args:
         model: called like ``PolicyModel``.
         num_tokens: length of the row.
-        vocab_size: of the random tokens.
         device: where the model is.
     """
     trained = train_attention_only(model)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (1, num_tokens), generator=generator).to(device)
+    num_ids = model.get_parameter("tok_embeddings.weight").shape[0]
+    tokens = torch.randint(num_ids, (1, num_tokens), generator=generator).to(device)
     positions = torch.arange(num_tokens, device=device)[None]
     index = torch.arange(num_tokens - num_tokens // 4 - 1, num_tokens - 1, device=device)
     plan = MaskPlan.causal(num_tokens)
@@ -116,7 +120,6 @@ def study(
     build: Build,
     *,
     lengths: Sequence[int],
-    vocab_size: int,
     device: torch.device,
     backend: str,
     num_passes: int = 3,
@@ -126,7 +129,6 @@ def study(
     Args:
         build: makes the model.
         lengths: tokens of the row.
-        vocab_size: of the random tokens.
         device: where to run.
         backend: ours, against ``reference``.
         num_passes: timed steps after the one whose memory is taken.
@@ -140,7 +142,7 @@ def study(
         model = build(name)
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for num_tokens in lengths:
-            step = make_step(model, num_tokens, vocab_size=vocab_size, device=device)
+            step = make_step(model, num_tokens, device=device)
             record: dict[str, Any] = {"arm": arm, "tokens": num_tokens}
             try:
                 record["peak_bytes"] = weights + peak_allocated(step, device=device)
@@ -196,7 +198,6 @@ def run_study(
     records = study(
         gpt_oss_builder(device),
         lengths=lengths,
-        vocab_size=TINY["vocab_size"],
         device=device,
         backend=backend,
         num_passes=3 if device.type == "cuda" else 1,

@@ -176,7 +176,6 @@ def test_the_whole_model_study(capsys):
     records = bench_model.study(
         tiny_model,
         lengths=(256, 1024),
-        vocab_size=50,
         device=CPU,
         backend="folded",
         num_passes=2,
