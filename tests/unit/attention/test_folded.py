@@ -7,7 +7,7 @@ from components.attention.folded import _folded, flash_forward, folded_attention
 from components.attention.masks import document_tree
 from components.attention.plan import MaskPlan
 
-from .cases import inputs, oracle, path, random_tree, visible
+from .cases import inputs, oracle, random_tree, visible
 
 MASKS = [(None, 0), (0, 0), (1, 2), (127, 0), (127, 50), (300, 40), (600, 0)]
 
@@ -174,31 +174,6 @@ def test_window_of_one_by_hand():
         q, q, v, plan=MaskPlan.causal(3), window=1, prefix=0, sinks=None, scale=None
     )
     assert out.flatten().tolist() == [1.0, 0.5, 0.0]
-
-
-@pytest.mark.parametrize(("window", "prefix"), [(None, 0), (30, 0), (30, 12)])
-def test_each_rollout_alone_gives_the_same(window, prefix):
-    """Rows of a tree equal those of the rollout by itself; gradients add up over rollouts."""
-    tree = random_tree(4, num_nodes=8, max_len=60)
-    plan = MaskPlan.from_tree(tree)
-    q, k, v, s, grad = inputs(len(tree))
-    settings = {"window": window, "prefix": prefix, "sinks": s, "scale": None}
-    packed = folded_attention(q, k, v, plan=plan, **settings)
-    expected = torch.autograd.grad(packed, (q, k, v, s), grad)
-    totals = [torch.zeros_like(x) for x in expected]
-    nodes = torch.unique(tree.enter)
-    for node in nodes.tolist():
-        last = int((tree.enter == node).nonzero().max())
-        rows = path(tree, last)
-        new = tree.enter[rows] == node  # each query once: those of the rollout's last node
-        alone = folded_attention(
-            *(x[:, :, rows] for x in (q, k, v)), plan=MaskPlan.causal(len(rows)), **settings
-        )
-        torch.testing.assert_close(alone[:, :, new], packed[:, :, rows[new]], rtol=0, atol=1e-13)
-        part = torch.autograd.grad(alone[:, :, new], (q, k, v, s), grad[:, :, rows[new]])
-        totals = [a + b for a, b in zip(totals, part, strict=True)]
-    for got, want in zip(totals, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", ["by_head", "interleaved"])

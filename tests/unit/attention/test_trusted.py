@@ -196,7 +196,7 @@ def test_flex_rows_without_a_key(sink, monkeypatch):
     assert (grads[0][:, :, 3] == 0).all()
 
 
-def test_tree_oracle_on_flex_and_folded(backend):
+def test_a_tree_with_far_sinks(backend):
     """A tree, a scale, and sinks far above every score, against the dense fp64 oracle."""
     tree = random_tree(6, **SMALL)
     q, k, v, s, grad = inputs(len(tree), dtype=dtype_of(backend), sink=20.0)
