@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # A second `make retail` goes on with the run that is there.
 resume = $(if $(wildcard runs/$(1)/run.json), resume=true)
 
-.PHONY: setup model retail mock test test-slow lint format clean
+.PHONY: setup model retail mock test test-slow test-compile lint format clean
 
 setup: $(VENV)/.done
 
@@ -31,10 +31,13 @@ mock: model
 	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml$(call resume,mock)
 
 test: model lint
-	$(BIN)/python -m pytest tests -m "not slow and not gpu"
+	$(BIN)/python -m pytest tests -m "not slow and not gpu and not compile"
 
 test-slow: model
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
+
+test-compile: model
+	$(BIN)/python -m pytest tests -m "compile and not gpu"
 
 lint: setup
 	$(BIN)/ruff check .

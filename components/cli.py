@@ -27,8 +27,7 @@ from components.training.component import did_you_mean
 
 def main() -> None:
     """Run the command line in ``sys.argv``."""
-    # libgomp's threads wait for work by spinning, for milliseconds: beside another busy process a
-    # step takes several times as long. A short spin costs nothing on a quiet machine.
+    # libgomp's threads spin for milliseconds: beside a busy process work takes several times longer.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         _main()

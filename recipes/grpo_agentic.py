@@ -254,9 +254,7 @@ class GRPOAgentic:
             rollouts = self._play(
                 tasks, cfg.rollout.group_size, f"train/{self.step + 1}", cfg.rollout.temperature
             )
-        items, advantages = trained_items(
-            rollouts, normalize_std=cfg.advantages.normalize_std, eps=cfg.advantages.eps
-        )
+        items, advantages = trained_items(rollouts, **as_dict(cfg.advantages))
         with timer("update"):
             metrics, probe = self._update(items)
         self.step += 1
@@ -354,8 +352,8 @@ class GRPOAgentic:
             # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
             (out.loss * world.size).backward()
             totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
-        extra = model_metrics(self.model, self.engine_model, items, world)
-        metrics |= totals.metrics(world) | extra
+        metrics |= totals.metrics(world)
+        metrics |= model_metrics(self.model, self.engine_model, items, world)
         params = self.masters.parameters()
         metrics["train/grad_norm"] = parallelize.clip_grad_norm(params, cfg.max_grad_norm)
         update.check_finite(metrics, rows, dump)

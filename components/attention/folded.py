@@ -126,6 +126,16 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def _merges(parts: tuple[Part, ...]) -> bool:
+    """Whether a query is in more than one part; its output and dq are sums in fp32 only then."""
+    return not parts[-1].own  # the own parts, one for each query, come first
+
+
+def _row_blocks(q: Tensor, size: int = 1024) -> list[slice]:
+    """Rows a block at a time: mixed dtypes make fp32 copies of all that one operation is given."""
+    return [slice(start, start + size) for start in range(0, q.shape[2], size)]
+
+
 @torch.library.custom_op("sinkflex::folded_attention", mutates_args=())
 def _folded(
     q: Tensor,
@@ -147,7 +157,8 @@ def _folded(
         out, lse = _forward_parts(q, k, v, parts, window=window or 0, scale=scale)
     if sinks is not None:
         gate, lse = sink_gate(lse, sinks)
-        out.mul_(gate.unsqueeze(-1))  # the product in fp32, cast once
+        for rows in _row_blocks(q):
+            out[:, :, rows].mul_(gate[:, :, rows].unsqueeze(-1))  # the product in fp32, cast once
     return out.to(q.dtype), lse
 
 
@@ -156,7 +167,7 @@ def _forward_parts(
 ) -> tuple[Tensor, Tensor]:
     """All parts, merged by LSE in fp32."""
     dtype = _lse_dtype(q)
-    out = _by_token(q, dtype)
+    out = _by_token(q, dtype if _merges(parts) else q.dtype)
     lse = _by_token(q[..., 0], dtype)
     for part in parts:
         rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
@@ -194,7 +205,11 @@ def _folded_backward(
     parts = parts_of(chains, window=window, prefix=prefix)
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    grads = tuple(_by_token(x, _lse_dtype(q)) for x in (q, k, v)) if len(parts) > 1 else None
+    grads = None
+    if len(parts) > 1:
+        dtype = _lse_dtype(q)
+        dtypes = (dtype if _merges(parts) else q.dtype, dtype, dtype)
+        grads = tuple(_by_token(x, d) for x, d in zip((q, k, v), dtypes, strict=True))
     for part in parts:
         rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
         new = part_backward(
@@ -222,9 +237,12 @@ def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None)
     """``ds [N]``: minus the sink's share of the softmax times sum(dout * out'), summed."""
     if sinks is None:
         return grad.new_empty(0)
-    delta = (grad.to(lse.dtype) * out).sum(-1)
-    share = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
-    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+    logit = sinks.to(lse.dtype).view(1, -1, 1)
+    ds = torch.zeros(len(sinks), dtype=lse.dtype, device=lse.device)
+    for rows in _row_blocks(grad):
+        delta = (grad[:, :, rows].to(lse.dtype) * out[:, :, rows]).sum(-1)
+        ds -= (torch.exp(logit - lse[:, :, rows]) * delta).sum((0, 2))
+    return ds.to(sinks.dtype)
 
 
 @_folded_backward.register_fake

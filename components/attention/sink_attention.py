@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from components.attention.flex import flex_attention_sink
 from components.attention.folded import NO_SOFTCAP, folded_attention
 from components.attention.plan import MaskPlan
+from components.attention.probe import check_backend
 from components.attention.reference import reference_attention
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ class SinkAttention(nn.Module):
 
         Raises:
             ValueError: a mask of another kind, cross attention, a backend that cannot run here.
+            RuntimeError: a backend whose kernel gives wrong values here (see check_backend).
         """
         if y is not None and y is not x:
             raise ValueError("SinkAttention is self attention only: y must be x or None")
@@ -184,8 +186,11 @@ class SinkAttention(nn.Module):
         }
         if mask is None or isinstance(mask, MaskPlan):
             plan = MaskPlan.causal(x.shape[1]) if mask is None else mask
-            attend = BACKENDS[self.backend_on(x.device)]
-            return self.combine(attend(q, k, v, plan=plan, softcap=self.softcap, **settings))
+            name = self.backend_on(x.device)
+            if not torch.compiler.is_compiling():
+                check_backend(BACKENDS[name], name=name, device=x.device)
+            out = BACKENDS[name](q, k, v, plan=plan, softcap=self.softcap, **settings)
+            return self.combine(out)
         if not isinstance(mask, Attend):
             raise ValueError(
                 f"mask must be a MaskPlan, an object with attend(), or None, got "
@@ -264,5 +269,9 @@ def prepare(model: nn.Module, plan: MaskPlan, *, device: torch.device) -> None:
         device: where the hidden states will be.
     """
     for module in model.modules():
-        if isinstance(module, SinkAttention) and module.backend_on(device) == "flex":
+        if not isinstance(module, SinkAttention):
+            continue
+        name = module.backend_on(device)
+        check_backend(BACKENDS[name], name=name, device=device)
+        if name == "flex":
             plan.block_mask(window=module.window, prefix=module.prefix, device=device)

@@ -33,11 +33,18 @@ def would_run(target: str, **variables: str) -> list[str]:
 def test_make_test_checks_and_then_tests():
     lines = would_run("test", VENV=".venv")
     checks = [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/pyright"]
-    tests = '.venv/bin/python -m pytest tests -m "not slow and not gpu"'
+    tests = '.venv/bin/python -m pytest tests -m "not slow and not gpu and not compile"'
     places = [lines.index(line) for line in (*checks, ".venv/bin/codespell", tests)]
     assert places == sorted(places)
     assert lines.index(".venv/bin/python tools/get_model.py") < lines.index(tests)
     assert lines[-1] == tests
+
+
+@needs_make
+def test_each_group_of_tests_has_its_command():
+    run = ".venv/bin/python -m pytest tests -m"
+    assert would_run("test-slow", VENV=".venv")[-1] == f'{run} "slow and not gpu"'
+    assert would_run("test-compile", VENV=".venv")[-1] == f'{run} "compile and not gpu"'
 
 
 @needs_make

@@ -213,7 +213,7 @@ def test_prepare_builds_one_block_mask_per_kind():
 
 
 def test_compiled_fullgraph_equals_eager_with_few_graphs():
-    """Many batches, one or two graphs, backward included; inductor is in the slow test."""
+    """Many batches, one or two graphs, backward included; test_compile.py has the rest."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     module = build(window=40)
@@ -229,23 +229,4 @@ def test_compiled_fullgraph_equals_eager_with_few_graphs():
     for num_tokens in (30, 50):  # no plan at all: the stock call of torchtune
         x = hidden(num_tokens)
         close(gradients(module, compiled(x, x), x), gradients(module, module(x, x), x))
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_inductor_equals_eager(checkpointed):
-    torch._dynamo.reset()
-    module = build(window=40)
-    tree = random_tree(3, num_nodes=8, max_len=30)
-    plan, positions = MaskPlan.from_tree(tree), tree.position[None]
-    x = hidden(len(tree))
-    expected = gradients(module, module(x, x, mask=plan, input_pos=positions), x)
-
-    def run(x):
-        if checkpointed:
-            return checkpoint(module, x, x, mask=plan, input_pos=positions, use_reentrant=False)
-        return module(x, x, mask=plan, input_pos=positions)
-
-    close(gradients(module, torch.compile(run, fullgraph=True)(x), x), expected)
     torch._dynamo.reset()
