@@ -27,7 +27,7 @@ from components.training.component import did_you_mean
 
 def main() -> None:
     """Run the command line in ``sys.argv``."""
-    # libgomp's threads spin for milliseconds: beside a busy process work takes several times longer.
+    # libgomp's threads spin for milliseconds: beside a busy process work takes much longer.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         _main()
