@@ -24,7 +24,7 @@ from tools.bench_cases import peak_allocated
 Build = Callable[[str], nn.Module]
 """Backend -> a model called like :class:`components.models.decoder.PolicyModel`."""
 
-TINY = {
+TINY: dict[str, Any] = {
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 1,
@@ -48,20 +48,9 @@ def gpt_oss_builder(device: torch.device) -> Build:
 
     Args:
         device: where the model goes.
-
-    Raises:
-        ValueError: if this checkout has no gpt-oss.
     """
-    try:
-        from components.models.gpt_oss import (  # pyright: ignore[reportMissingImports]
-            GPT_OSS_20B,
-            GptOssConfig,
-            random_gpt_oss,
-        )
-    except ImportError as error:
-        raise ValueError(
-            "--model needs components.models.gpt_oss, which this checkout does not have"
-        ) from error
+    from components.models.gpt_oss import GPT_OSS_20B, GptOssConfig, random_gpt_oss
+
     config = GPT_OSS_20B if device.type == "cuda" else GptOssConfig(**TINY)
 
     def build(backend: str) -> nn.Module:

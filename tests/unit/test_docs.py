@@ -23,7 +23,7 @@ from recipes import eval_agentic, grpo_agentic
 ROOT = Path(__file__).parents[2]
 RECIPES = {"grpo_agentic": grpo_agentic, "eval_agentic": eval_agentic}
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("tests/**/*.md")])
-CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
 
 WHAT_LOGS = {
     "grpo_agentic": (
