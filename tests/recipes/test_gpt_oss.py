@@ -53,6 +53,7 @@ def changed(directory, run, step=2):
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
+@pytest.mark.slow
 def test_everything_is_trained_and_the_routing_is_logged(tune, directory, tmp_path):
     tune.train(
         tmp_path / "run",
