@@ -50,7 +50,7 @@ def test_each_group_of_tests_has_its_command():
 @needs_make
 @pytest.mark.parametrize("name", ["retail", "mock"])
 def test_make_trains_after_setup_and_model(name):
-    lines = would_run(name, VENV="v", PYTHON="py", TORCH="torch==2.9.1")
+    lines = would_run(name, VENV="v", PYTHON="py", TORCH="torch==2.9.1", resume="")
     commands = (
         "test -x v/bin/python || py -m venv v",
         'v/bin/python -m pip install --quiet  "torch==2.9.1"',
