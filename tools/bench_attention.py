@@ -224,7 +224,7 @@ def plot(results: Results, path: Path) -> None:
         panel.set_xticks(ticks, [f"{n // 1024}k" for n in ticks], minor=False)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[1].legend(fontsize=7)
+    panels[1].legend(fontsize=7, handlelength=4)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
