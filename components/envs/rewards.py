@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,12 @@ from components.envs.tau2_data import domain_data, find_task
 
 STOPS = ("user_stop", "agent_stop")
 """Ends that the benchmark scores; any other is worth 0."""
+
+PARTS = (
+    *("official", "strict", "db", "communicate", "action", "env_assertion", "evaluation_error"),
+    *("writes", "reads", "read_success"),
+)
+"""Names in the result of :func:`score`: the same for every checker of one trajectory."""
 
 Call = tuple[str, Mapping[str, Any]]
 """A tool call: name and arguments."""
@@ -82,6 +90,28 @@ def score(trajectory: Trajectory) -> dict[str, float]:
         ``read_success``: share of the agent's own reads that the tool answered without an error; 0
         without reads.
     """
+    memory = _memory.get()
+    if memory is None:
+        return _score(trajectory)
+    if id(trajectory) not in memory:
+        memory[id(trajectory)] = _score(trajectory)
+    return dict(memory[id(trajectory)])
+
+
+_memory: ContextVar[dict[int, dict[str, float]] | None] = ContextVar("scores", default=None)
+
+
+@contextlib.contextmanager
+def scored_once() -> Iterator[None]:
+    """Inside, :func:`score` evaluates a trajectory once, however many checkers ask for it."""
+    token = _memory.set({})
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def _score(trajectory: Trajectory) -> dict[str, float]:
     parts = _official(trajectory)
     official = parts["official"]
     domain = trajectory.task.domain
