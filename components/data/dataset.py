@@ -31,8 +31,8 @@ class AgenticEnvDataset(Dataset):
             split: ``"train"``, ``"test"`` or ``"all"``.
             tasks: where they come from, as ``Tau2Env(tasks=...)`` takes it.
             include: keep only these, in this order: ids, or names of lists in
-                :mod:`components.envs.task_lists` (``do_nothing``, ``order_sensitive``,
-                ``wrong_gold``), or one such name alone.
+                :mod:`components.envs.task_lists` (``do_nothing``, ``transfer_at_once``,
+                ``order_sensitive``, ``wrong_gold``), or one such name alone.
             exclude: leave these out, named in the same way.
 
         Raises:

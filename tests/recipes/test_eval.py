@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from components.envs.rewards import baseline
+from components.envs.baselines import baseline
 from components.rollout.recorder import read_rollouts
 from tests.recipes.runs import arguments, assert_no_orphans, kill_group, wait_for
 

@@ -5,7 +5,8 @@ import pytest
 
 from components.data.oracle_mock import MockOracle
 from components.envs.mock_tasks import generated_ids, generated_task
-from components.envs.rewards import baseline, gold_actions
+from components.envs.baselines import baseline
+from components.envs.rewards import gold_actions
 from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task, task_ids
 from components.envs.users_mock import make_mock_user
