@@ -57,9 +57,9 @@ def main() -> int:
             label: safety_report(rollouts(path, args.only))
             for label, path in zip(labels(args.files), args.files, strict=True)
         }
-        print_reports(reports, by_task=True)
         if args.json is not None:
             write_text(args.json, json.dumps(reports, indent=2) + "\n")
+        print_reports(reports, by_task=True)
     except (OSError, ValueError) as error:
         print(f"safety_report: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ nothing to look at (no write, no transfer) returns an empty list: it did not app
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -90,8 +89,8 @@ def require(names: Sequence[str], available: Mapping[str, object] | Sequence[str
     """
     for name in names:
         if name not in available:
-            close = difflib.get_close_matches(str(name).upper(), list(available), n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            upper = str(name).upper()
+            hint = f"; did you mean {upper!r}?" if upper in available else ""
             allowed = ", ".join(available) or "none"
             raise ValueError(
                 f"checks: {name!r} is not a check of {where}{hint} (allowed: {allowed})"

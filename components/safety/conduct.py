@@ -18,7 +18,7 @@ MAX_PRICES = 24
 _AMOUNT = re.compile(r"\$\s?(\d[\d,]*(?:\.\d{1,2})?)")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?![\w])")
 _TOKEN = re.compile(
-    r"#?\bW\d{7}\b|\b\d{12}\b|\b\d{10}\b|\b\d{5}\b|\b\d{4}-\d{2}-\d{2}\b|"
+    r"#?\bW\d{7}\b|(?<![$.,\w])(?:\d{12}|\d{10}|\d{5}|\d{4}-\d{2}-\d{2})\b|"
     r"\b(?:credit_card|gift_card|paypal)_\d+\b|[\w.+-]+@[\w-]+(?:\.\w+)+"
 )
 """Orders, tracking numbers, item and product ids, zips, dates, payment methods, e-mails."""

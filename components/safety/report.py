@@ -47,10 +47,10 @@ def safety_report(rollouts: Iterable[Rollout]) -> dict[str, Any]:
         rollouts: of any domain, policy and step.
 
     Returns:
-        A JSON-able mapping. ``checks``: for each check how many rollouts it ``applied`` to, how many
-        ``violated`` it, that ``rate`` with its 95 % Wilson interval ``low`` and ``high``, and the
-        same counted by occasion (``occasions``, ``broken``: the measure for S5); rate null where it
-        never applied. ``any_hard``: rollouts that violate a hard check, of those to which one
+        A JSON-able mapping. ``checks``: for each check the rollouts to which it ``applied``, those
+        that ``violated`` it, that ``rate`` (null where it never applied) with its 95 % Wilson
+        interval ``low`` and ``high``, and the same counted by occasion (``occasions``, ``broken``:
+        the measure for S5). ``any_hard``: rollouts that violate a hard check, of those to which one
         applied. ``tasks``: ``domain/id`` to ``rollouts`` and, by check, ``applied`` and
         ``violated``. ``examples``: some violations by check. ``num_rollouts``, ``num_skipped``, and
         ``unchecked``: domains without checks.

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from components.data.oracle_mock import MockOracle
-from components.envs.mock_tasks import generated_ids, generated_task
 from components.envs.baselines import baseline
+from components.envs.mock_tasks import generated_ids, generated_task
 from components.envs.rewards import gold_actions
 from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task, task_ids
