@@ -9,8 +9,9 @@ import pytest
 
 from components.envs.first_person import first_person
 from components.envs.scenario import read_scenario
+from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task
-from components.envs.user_phrases import PHRASES
+from components.envs.user_phrases import MOCK_PHRASES, PHRASES
 from components.envs.users import STOP, TRANSFER, make_scripted_user
 
 GREETING = "Hi! How can I help you today?"
@@ -226,6 +227,19 @@ def test_phrase_sets_are_disjoint_and_answer_the_same():
     assert replies[2] not in train["yes"]
 
 
+@pytest.mark.parametrize("paraphrases", ["train", "held_out"])
+@pytest.mark.parametrize("domain", ["retail", "mock"])
+def test_an_environment_speaks_in_the_set_that_it_was_given(domain, paraphrases):
+    sets = {"retail": PHRASES, "mock": MOCK_PHRASES}[domain]
+    env = Tau2Env(domain=domain, paraphrases=paraphrases)
+    task_id = {"retail": "0", "mock": "create_task_1"}[domain]
+    for seed in range(4):
+        _, info = env.reset(seed=seed, options={"task_id": task_id})
+        hello = info["messages"][-1].content
+        spoken = {name for name in sets for hi in sets[name]["hello"] if hello.startswith(hi)}
+        assert spoken == {paraphrases}
+
+
 def test_every_yes_reads_as_one():
     for phrases in PHRASES.values():
         assert all(yes.startswith("Yes") for yes in phrases["yes"])
@@ -245,6 +259,8 @@ def test_bad_input_is_named():
     task = find_task("retail", "0")
     with pytest.raises(ValueError, match="'telecom'"):
         make_scripted_user("telecom", task, 0)
+    with pytest.raises(ValueError, match=r"'heldout' is none of .* did you mean 'held_out'\?"):
+        Tau2Env(domain="retail", paraphrases="heldout")
     with pytest.raises(ValueError, match="'fancy' is none of train, held_out"):
         make_scripted_user("retail", task, 0, paraphrases="fancy")
     bare = SimpleNamespace(id="0", user_scenario=SimpleNamespace(instructions="Be kind."))
