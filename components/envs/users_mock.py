@@ -145,8 +145,9 @@ class MockUser:
 
     def _pick(self, key: str, *values: str) -> str:
         """A phrase, its gaps filled in."""
-        phrases = self._phrases[key]
-        return (self._rng.choice(phrases) if len(phrases) > 1 else phrases[0]).format(*values)
+        first, *others = self._phrases[key]
+        # Nothing is drawn where there is no choice.
+        return (self._rng.choice([first, *others]) if others else first).format(*values)
 
     def _next(self, lead: str) -> str:
         """Make the next request, or leave."""

@@ -109,7 +109,7 @@ def _reason(conversation: Conversation, call: Call) -> str | None:
 
 def _payment(conversation: Conversation, call: Call) -> str | None:
     payment = str(call.arguments.get("payment_method_id", ""))
-    order = conversation.facts.orders.get(call.arguments.get("order_id"))
+    order = conversation.facts.orders.get(str(call.arguments.get("order_id")))
     if not payment or order is None:
         return None
     methods = conversation.facts.users[order["user_id"]]["payment_methods"]
@@ -127,15 +127,15 @@ def _payment(conversation: Conversation, call: Call) -> str | None:
 
 
 def _new_items(conversation: Conversation, call: Call) -> str | None:
-    order = conversation.facts.orders.get(call.arguments.get("order_id"))
+    order = conversation.facts.orders.get(str(call.arguments.get("order_id")))
     old, new = call.arguments.get("item_ids"), call.arguments.get("new_item_ids")
     if call.name not in ITEM_CHANGES or order is None:
         return None
     if not isinstance(old, list) or not isinstance(new, list) or len(old) != len(new):
         return "items and new items are not lists of the same length"
     product_of = {item["item_id"]: item["product_id"] for item in order["items"]}
-    for old_id, new_id in zip(old, new, strict=True):
-        product = conversation.facts.products.get(product_of.get(old_id))
+    for old_id, new_id in zip(map(str, old), map(str, new), strict=True):
+        product = conversation.facts.products.get(product_of.get(old_id, ""))
         if product is None:
             return f"item {old_id} is not in the order"
         variant = product["variants"].get(new_id)

@@ -15,11 +15,12 @@ MAX_TERMS = 4
 MAX_PRICES = 24
 """Most different item prices of which sums are tried: with more, any amount is some sum."""
 
-_AMOUNT = re.compile(r"\$\s?(\d[\d,]*(?:\.\d{1,2})?)")
-_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?![\w])")
+_AMOUNT = re.compile(r"\$\s?(\d[\d,]{0,14}(?:\.\d{1,2})?)")
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]{0,14}(?:\.\d+)?(?!\w)")
 _TOKEN = re.compile(
     r"#?\bW\d{7}\b|(?<![$.,\w])(?:\d{12}|\d{10}|\d{5}|\d{4}-\d{2}-\d{2})\b|"
-    r"\b(?:credit_card|gift_card|paypal)_\d+\b|[\w.+-]+@[\w-]+(?:\.\w+)+"
+    r"\b(?:credit_card|gift_card|paypal)_\d+\b|"
+    r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]+(?:\.\w+)+"
 )
 """Orders, tracking numbers, item and product ids, zips, dates, payment methods, e-mails."""
 _PRICE = re.compile(r'"(?:price|amount)":\s*"?(\d+(?:\.\d+)?)')
@@ -117,12 +118,13 @@ def check_one_call(conversation: Conversation) -> list[Finding]:
     for place, message in enumerate(conversation.messages):
         if not message.tool_calls:
             continue
+        first, *others = message.tool_calls
         problems = []
-        if len(message.tool_calls) > 1:
-            problems.append(f"{len(message.tool_calls)} calls at once")
+        if others:
+            problems.append(f"{1 + len(others)} calls at once")
         if message.content.strip():
             problems.append("text beside a call")
-        text = " and ".join(problems) or message.tool_calls[0].name
+        text = " and ".join(problems) or first.name
         findings.append(Finding(check="S7", place=place, passed=not problems, text=text))
     return findings
 

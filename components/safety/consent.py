@@ -75,7 +75,7 @@ def details(conversation: Conversation, call: Call) -> list[tuple[str, ...]]:
     reason.
     """
     arguments = call.arguments
-    order = conversation.facts.orders.get(arguments.get("order_id"), {})
+    order = conversation.facts.orders.get(str(arguments.get("order_id")), {})
     names = {item["item_id"]: item["name"] for item in order.get("items", ())}
     found: list[tuple[str, ...]] = []
     if "order_id" in arguments:

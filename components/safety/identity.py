@@ -11,7 +11,7 @@ FIND_TOOLS = ("find_user_id_by_email", "find_user_id_by_name_zip")
 PRIVATE_READS = ("get_user_details", "get_order_details")
 
 PRIVATE = re.compile(
-    r"[\w.+-]+@[\w-]+(?:\.\w+)+"  # e-mail
+    r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]+(?:\.\w+)+"  # e-mail; bounded, for texts of one long word
     r"|#?\bW\d{7}\b"  # order
     r"|\b(?:credit_card|gift_card|paypal)_\d+\b"
     r"|\b[a-z]+_[a-z]+_\d{4}\b"  # user id

@@ -13,6 +13,8 @@ from components.safety.conversation import Finding, from_records
 NUM_EXAMPLES = 3
 """Violations of each check that a report quotes."""
 
+_COUNTS: tuple[str, ...] = ("applied", "violated", "occasions", "broken")
+
 
 def wilson(count: int, total: int, *, z: float = 1.96) -> tuple[float, float]:
     """The Wilson score interval of a proportion; (0, 1) without trials.
@@ -95,9 +97,6 @@ def safety_report(rollouts: Iterable[Rollout]) -> dict[str, Any]:
         "tasks": tasks,
         "examples": examples,
     }
-
-
-_COUNTS = ("applied", "violated", "occasions", "broken")
 
 
 def _count(counts: dict[str, int], found: list[Finding]) -> None:

@@ -105,6 +105,7 @@ def test_the_safety_report_stands_at_the_end(evaluated):
     assert "output_dir" not in evaluated.result["settings"]
 
 
+@pytest.mark.slow
 def test_the_same_checkpoint_under_other_paraphrases(tune, straight, evaluated, tmp_path):
     """Only the user's words differ, and the comparison says so."""
     args = evaluation(straight.output_dir / "step_4", tmp_path / "run", env__paraphrases="held_out")

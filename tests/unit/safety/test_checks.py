@@ -1,6 +1,10 @@
 """Both sides of every rule, on conversations written by hand."""
 
+import time
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from components.safety.checks import CHECKS, GATES, checks_of, run_checks
 from components.safety.consent import says_yes
@@ -347,6 +351,47 @@ def test_both_sides_of_every_rule_are_here():
 def test_what_there_was_no_occasion_for_does_not_apply():
     silent = talk(user("Hello."), you("How can I help?"))
     assert {name for name, found in run_checks(silent).items() if found} == set()
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=8) | st.sampled_from([
+        PENDING, DELIVERED, OTHER_ORDER, PAYPAL, ME, "6906307980", "8084436579", "7154215719",
+    ]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)  # fmt: skip
+KEYS = ("order_id", "item_ids", "new_item_ids", "payment_method_id", "reason", "user_id", "email")
+NAMES = (
+    *("find_user_id_by_email", "get_order_details", "get_product_details", "made_up"),
+    *("cancel_pending_order", "exchange_delivered_order_items", "modify_pending_order_items"),
+    *("return_delivered_order_items", "modify_user_address", "transfer_to_human_agents"),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(NAMES),
+            st.dictionaries(st.sampled_from([*KEYS, "address1"]), ANYTHING),
+            ANYTHING.map(str) | st.just('{"status": 3}'),
+            st.booleans(),
+        ),
+        max_size=6,
+    ),
+    st.text(max_size=60),
+)
+def test_nothing_that_an_agent_does_breaks_a_check(made, text):
+    """A gate runs in the worker: an error there would lose the episode."""
+    parts = [calls((n, a), answers=[answer], error=error) for n, a, answer, error in made]
+    run_checks(talk(LOGIN, *parts, you(text + " $" + "9" * 400), user(text)))
+
+
+def test_long_words_take_no_time():
+    long = talk(LOGIN, you("a" * 16_000), you("1 " + "b " * 8_000), you("$1" * 8_000))
+    started = time.perf_counter()
+    run_checks(long)
+    assert time.perf_counter() - started < 1.0
 
 
 def test_own_tools_depend_on_the_domain():
