@@ -3,7 +3,8 @@
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml model_dir=runs/retail/step_3
 
-Prints the mean official reward beside what an agent gets that does nothing, and a table by task.
+Prints the mean official reward beside what agents get that do not try, a table by task, and how
+often the policy's safety rules were violated.
 A failed rollout (environment, user, deadline) stays in the denominator as 0 and is counted.
 recipes/eval_agentic.md explains every setting and what is written.
 """
@@ -19,12 +20,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from components.disk import write_text
 from components.models.paths import model_dir
-from components.rollout.evaluation import by_task, do_nothing, evaluation_metrics, official_reward
+from components.rollout.eval_table import print_evaluation, task_rows
+from components.rollout.evaluation import evaluation_metrics
 from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
 from components.rollout.types import Rollout
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
+from components.safety.report import safety_report
+from components.safety.table import print_reports
 from components.training import parallelize, run_dir
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.parallelize import World
@@ -141,25 +145,17 @@ class EvalAgentic:
 
     def _report(self, rollouts: list[Rollout]) -> None:
         metrics = evaluation_metrics(rollouts, num_trials=self.cfg.num_trials)
-        rows = []
-        for task_id, group in by_task(rollouts).items():
-            nothing = do_nothing(group[0].spec.domain, task_id) or {}
-            rows.append(
-                {
-                    "task_id": task_id,
-                    "official": [official_reward(r) for r in group],
-                    "strict": [r.reward_breakdown.get("strict", 0.0) for r in group],
-                    "do_nothing": nothing.get("official"),
-                    "do_nothing_strict": nothing.get("strict"),
-                    "status": [r.status for r in group],
-                    "tool_calls": [r.stats.get("tool_calls", 0) for r in group],
-                }
-            )
-        result = {"metrics": metrics, "tasks": rows, "num_trials": self.cfg.num_trials}
+        rows, safety = task_rows(rollouts), safety_report(rollouts)
+        result = {
+            "metrics": metrics,
+            "tasks": rows,
+            "num_trials": self.cfg.num_trials,
+            "safety": safety,
+            "settings": as_dict(self.cfg, without=["output_dir"]),
+        }
         write_text(self.output_dir / "eval.json", json.dumps(result, indent=2) + "\n")
-        print_table(rows)
-        for name, value in metrics.items():
-            print(f"{name:<28} {value:.3f}")
+        print_evaluation(rows, metrics)
+        print_reports({self.output_dir.name: safety})
 
     def say(self, text: str) -> None:
         """Print a line, on one rank."""
@@ -173,28 +169,6 @@ class EvalAgentic:
         parallelize.leave_world(self.world)
         if self.recorder is not None:
             self.recorder.close()
-
-
-def print_table(rows: list[dict]) -> None:
-    """One line per task: mean rewards, the do-nothing agent beside them, how the rollouts ended."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("task", "official", "strict", "do-nothing", "calls", "ended"):
-        table.add_column(column, justify="left" if column in ("task", "ended") else "right")
-    for row in rows:
-        number = len(row["official"])
-        ends = {status: row["status"].count(status) for status in dict.fromkeys(row["status"])}
-        table.add_row(
-            row["task_id"],
-            f"{sum(row['official']) / number:.2f}",
-            f"{sum(row['strict']) / number:.2f}",
-            "-" if row["do_nothing"] is None else f"{row['do_nothing']:.2f}",
-            f"{sum(row['tool_calls']) / number:.1f}",
-            ", ".join(f"{status} {n}" for status, n in ends.items()),
-        )
-    Console().print(table)
 
 
 @parse(SCHEMA, check=check)

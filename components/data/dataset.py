@@ -21,8 +21,8 @@ class AgenticEnvDataset(Dataset):
         domain: str,
         split: str,
         tasks: str = "official",
-        include: Sequence[str | int] | None = None,
-        exclude: Sequence[str | int] = (),
+        include: str | Sequence[str | int] | None = None,
+        exclude: str | Sequence[str | int] = (),
     ) -> None:
         """List the tasks.
 
@@ -30,25 +30,24 @@ class AgenticEnvDataset(Dataset):
             domain: benchmark domain, e.g. ``"retail"``.
             split: ``"train"``, ``"test"`` or ``"all"``.
             tasks: where they come from, as ``Tau2Env(tasks=...)`` takes it.
-            include: keep only these ids, in this order.
-            exclude: ids to leave out.
+            include: keep only these, in this order: ids, or names of lists in
+                :mod:`components.envs.task_lists` (``do_nothing``, ``transfer_at_once``,
+                ``order_sensitive``, ``wrong_gold``), or one such name alone.
+            exclude: leave these out, named in the same way.
 
         Raises:
-            ValueError: for an id that the split does not have, or when no task is left.
+            ValueError: for an id that the split does not have, an unknown list, or when no task is
+                left.
         """
+        from components.envs.task_lists import resolve
         from components.envs.tau2 import task_ids
 
-        ids = list(task_ids(domain, split, tasks=tasks))
-        for setting, wanted in (("include", include or ()), ("exclude", exclude)):
-            unknown = [i for i in wanted if str(i) not in ids]
-            if unknown:
-                raise ValueError(
-                    f"{setting}: task ids {unknown} are not in {domain}/{split}, which has "
-                    f"{len(ids)} tasks: {', '.join(ids[:20])}{'...' if len(ids) > 20 else ''}"
-                )
+        of_split = task_ids(domain, split, tasks=tasks)
+        where = f"{domain}/{split}"
+        dropped = resolve(exclude, setting="exclude", where=where, ids=of_split)
+        ids = of_split
         if include is not None:
-            ids = [str(i) for i in include]
-        dropped = {str(i) for i in exclude}
+            ids = resolve(include, setting="include", where=where, ids=of_split)
         self.tasks = [Task(id=i, domain=domain, split=split) for i in ids if i not in dropped]
         if not self.tasks:
             raise ValueError(f"dataset: no task of {domain}/{split} is left after include/exclude")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,12 @@ from components.envs.tau2_data import domain_data, find_task
 
 STOPS = ("user_stop", "agent_stop")
 """Ends that the benchmark scores; any other is worth 0."""
+
+PARTS = (
+    *("official", "strict", "db", "communicate", "action", "env_assertion", "evaluation_error"),
+    *("writes", "reads", "read_success"),
+)
+"""Names in the result of :func:`score`: the same for every checker of one trajectory."""
 
 Call = tuple[str, Mapping[str, Any]]
 """A tool call: name and arguments."""
@@ -82,6 +90,28 @@ def score(trajectory: Trajectory) -> dict[str, float]:
         ``read_success``: share of the agent's own reads that the tool answered without an error; 0
         without reads.
     """
+    memory = _memory.get()
+    if memory is None:
+        return _score(trajectory)
+    if id(trajectory) not in memory:
+        memory[id(trajectory)] = _score(trajectory)
+    return dict(memory[id(trajectory)])
+
+
+_memory: ContextVar[dict[int, dict[str, float]] | None] = ContextVar("scores", default=None)
+
+
+@contextlib.contextmanager
+def scored_once() -> Iterator[None]:
+    """Inside, :func:`score` evaluates a trajectory once, however many checkers ask for it."""
+    token = _memory.set({})
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def _score(trajectory: Trajectory) -> dict[str, float]:
     parts = _official(trajectory)
     official = parts["official"]
     domain = trajectory.task.domain
@@ -239,46 +269,3 @@ class PartialCredit:
         else:
             value = sum(getattr(self, name) * parts.get(name, 0.0) for name in self.__slots__)
         return Reward(value=value, breakdown={**parts, "partial": value})
-
-
-class _LeavingUser:
-    """Asks for help, hears one answer and leaves."""
-
-    def __init__(self, task: Any) -> None:
-        self.num_replies = 0
-
-    def reply(self, agent_text: str) -> str:
-        self.num_replies += 1
-        return "Hello, I need your help." if self.num_replies == 1 else "###STOP###"
-
-
-def baseline(domain: str, task_id: str, agent: str = "do_nothing") -> Reward:
-    """What an agent gets that does not try: print it beside every result.
-
-    Args:
-        domain: e.g. ``"retail"``.
-        task_id: e.g. ``"42"``.
-        agent: ``"do_nothing"`` says it cannot help; ``"transfer"`` hands over to a human at once.
-
-    Returns:
-        The official reward, the strict one in its breakdown.
-
-    Raises:
-        ValueError: for another agent, domain or task.
-    """
-    from components.envs.base import Message, ToolCall
-    from components.envs.tau2 import Tau2Env
-
-    if agent not in ("do_nothing", "transfer"):
-        raise ValueError(f"agent: {agent!r} is neither 'do_nothing' nor 'transfer'")
-    env = Tau2Env(domain=domain, user=_LeavingUser)
-    env.reset(options={"task_id": task_id})
-    if agent == "transfer":
-        call = ToolCall(id="call_0", name="transfer_to_human_agents", arguments={"summary": "-"})
-        env.step(Message(role="assistant", tool_calls=(call,)))
-    done, info = False, {}
-    while not done:
-        _, _, terminated, truncated, info = env.step("I am sorry, that is beyond what I can do.")
-        done = terminated or truncated
-    env.close()
-    return info["reward"]

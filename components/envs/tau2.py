@@ -28,6 +28,7 @@ from components.envs.tau2_data import (
     task_ids,
 )
 from components.envs.tau2_run import OfficialRun
+from components.envs.user_phrases import PHRASES, phrase_set
 
 __all__ = ["Tau2Env", "Text", "preload", "task_ids"]
 
@@ -72,6 +73,7 @@ class Tau2Env(gymnasium.Env):
         *,
         domain: str,
         user: str | Callable[[Any], Any] = "scripted",
+        paraphrases: str = "train",
         max_steps: int = 100,
         max_errors: int = 10,
         checker: RewardChecker | None = None,
@@ -87,6 +89,8 @@ class Tau2Env(gymnasium.Env):
             user: ``"scripted"``, or a callable that makes the user of an episode from its tau2
                 task: an object with ``reply(agent_text) -> str``, or one of tau2's own users (with
                 ``generate_next_message``, which may call the user's tools).
+            paraphrases: how the scripted user puts things: ``"train"``, or ``"held_out"``, a
+                disjoint set that training refuses. Has no effect on another user.
             max_steps: deliveries after which an episode is truncated, as the benchmark counts.
             max_errors: tool errors, over the episode, after which it is truncated.
             checker: scores the ended episode; the official evaluator by default.
@@ -112,10 +116,14 @@ class Tau2Env(gymnasium.Env):
         ):
             if not value > 0:
                 raise ValueError(f"{name}: {value} must be above 0")
+        phrase_set(PHRASES, paraphrases)
         domain_data(domain)
         parse_tasks_setting(domain, tasks)
+        if hasattr(checker, "check_domain"):  # some rewards hold in some domains only
+            checker.check_domain(domain)  # type: ignore[union-attr]
         self.domain = domain
         self._user = user
+        self._paraphrases = paraphrases
         self._max_steps = max_steps
         self._max_errors = max_errors
         self._checker: RewardChecker = OfficialReward() if checker is None else checker
@@ -177,7 +185,7 @@ class Tau2Env(gymnasium.Env):
             return self._user(official_task)
         from components.envs.users import make_scripted_user
 
-        return make_scripted_user(self.domain, official_task, seed)
+        return make_scripted_user(self.domain, official_task, seed, paraphrases=self._paraphrases)
 
     def step(self, action: str | Message) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Deliver an agent turn.

@@ -35,7 +35,7 @@ from components.envs.agent_cues import (
 )
 from components.envs.base import UserSimulator
 from components.envs.scenario import Scenario, Trigger, read_scenario, split_sentences
-from components.envs.user_phrases import PHRASES
+from components.envs.user_phrases import PHRASES, phrase_set
 
 STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"
@@ -50,17 +50,15 @@ class ScriptedUser:
     Args:
         scenario: what it may say.
         seed: chooses among phrasings.
-        phrases: name of a set in :data:`PHRASES`.
+        paraphrases: name of a set in :data:`PHRASES`.
 
     Raises:
-        ValueError: for an unknown set of phrases.
+        ValueError: for an unknown set.
     """
 
-    def __init__(self, scenario: Scenario, *, seed: int | str, phrases: str = "plain") -> None:
-        if phrases not in PHRASES:
-            raise ValueError(f"phrases: {phrases!r} is none of {', '.join(PHRASES)}")
+    def __init__(self, scenario: Scenario, *, seed: int | str, paraphrases: str = "train") -> None:
         self._scenario = scenario
-        self._phrases = PHRASES[phrases]
+        self._phrases = phrase_set(PHRASES, paraphrases)
         self._random = random.Random(f"scripted user/{seed}")
         self._goals = list(scenario.goals)
         self._reactions = list(scenario.reactions)
@@ -227,7 +225,7 @@ class ScriptedUser:
 
 
 def make_scripted_user(
-    domain: str, tau2_task: Any, seed: int, *, phrases: str = "plain"
+    domain: str, tau2_task: Any, seed: int, *, paraphrases: str = "train"
 ) -> UserSimulator:
     """The scripted user of a task.
 
@@ -235,19 +233,19 @@ def make_scripted_user(
         domain: ``"retail"``, ``"airline"`` or ``"mock"``.
         tau2_task: a tau2 ``Task``; only ``id`` and ``user_scenario`` are read.
         seed: chooses among phrasings.
-        phrases: ``"plain"`` or ``"varied"``: disjoint sets of phrasings.
+        paraphrases: ``"train"`` or ``"held_out"``: disjoint sets of phrasings.
 
     Raises:
-        ValueError: for a domain without a scripted user.
+        ValueError: for a domain without a scripted user, or an unknown set.
     """
     if domain == "mock":
         from components.envs.mock_tasks import make_mock_user
 
-        return make_mock_user(tau2_task, seed)
+        return make_mock_user(tau2_task, seed, paraphrases=paraphrases)
     if domain not in SCRIPTED_DOMAINS:
         raise ValueError(
             f"user='scripted' plays {', '.join(SCRIPTED_DOMAINS)}, not {domain!r}; "
             "give Tau2Env a callable that makes the user of a task"
         )
     scenario = read_scenario(tau2_task.user_scenario)
-    return ScriptedUser(scenario, seed=f"{domain}/{tau2_task.id}/{seed}", phrases=phrases)
+    return ScriptedUser(scenario, seed=f"{domain}/{tau2_task.id}/{seed}", paraphrases=paraphrases)

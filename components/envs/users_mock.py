@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from components.envs.user_phrases import MOCK_PHRASES, phrase_set
+
 STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"
 MAX_STALE = 3
@@ -99,12 +101,13 @@ class MockUser:
     It believes what the agent says: only the database knows better. Who it is it says when asked.
     """
 
-    def __init__(self, task: Any, *, seed: int) -> None:
+    def __init__(self, task: Any, *, seed: int, paraphrases: str = "train") -> None:
         """Read the scenario.
 
         Args:
             task: a tau2 ``Task`` of the mock domain, official or generated.
             seed: of the choice among paraphrases.
+            paraphrases: name of a set in ``MOCK_PHRASES``.
         """
         instructions = task.user_scenario.instructions
         known = "" if isinstance(instructions, str) else instructions.known_info or ""
@@ -114,6 +117,7 @@ class MockUser:
         self._user_id = with_id[0] if with_id else ""
         self._requests = _requests(task)
         self._rng = random.Random(f"mock user/{seed}")
+        self._phrases = phrase_set(MOCK_PHRASES, paraphrases)
         self._current = -1
         self._said: set[tuple[int, str]] = set()
         self._stale = 0
@@ -121,29 +125,35 @@ class MockUser:
     def reply(self, agent_text: str) -> str:
         """The user's next message."""
         if self._current < 0:
-            return self._next("Hi! ")
+            return self._next(self._pick("hello"))
         asked, statements = _split(agent_text)
         request = self._requests[self._current]
         if _HANDED_OVER.search(statements):
             return TRANSFER
         if _REFUSED.search(statements):
-            return self._next("Too bad. ")
+            return self._next(self._pick("refused"))
         if (request.kind == "compliment" and statements) or _DONE.search(statements):
-            return self._next(self._rng.choice(("Thank you. ", "Great, thanks. ", "Perfect. ")))
+            return self._next(self._pick("thanks"))
         if _IDENTITY.search(asked):
             return self._say("identity", self._identity(asked))
         if re.search(r"\bdescription\b", asked, re.I) and request.kind == "create":
-            text = f"The description is '{request.description}'." if request.description else ""
-            return self._say("description", text or "It needs no description.")
+            key = "description" if request.description else "no_description"
+            return self._say("description", self._pick(key, request.description))
         if _CONFIRM.search(asked) and "else" not in asked:
-            return self._say("yes", "Yes, please go ahead.")
+            return self._say("yes", self._pick("yes"))
         return self._say("request", self._ask(request))
+
+    def _pick(self, key: str, *values: str) -> str:
+        """A phrase, its gaps filled in."""
+        first, *others = self._phrases[key]
+        # Nothing is drawn where there is no choice.
+        return (self._rng.choice([first, *others]) if others else first).format(*values)
 
     def _next(self, lead: str) -> str:
         """Make the next request, or leave."""
         self._current += 1
         if self._current >= len(self._requests):
-            return f"{lead}That is all. {STOP}"
+            return f"{lead}{self._pick('end')}{STOP}"
         return self._say("request", lead + self._ask(self._requests[self._current]))
 
     def _say(self, kind: str, text: str) -> str:
@@ -151,44 +161,30 @@ class MockUser:
         fact = (self._current, kind)
         self._stale = self._stale + 1 if fact in self._said else 0
         self._said.add(fact)
-        return f"I have to go now. {STOP}" if self._stale >= MAX_STALE else text
+        return f"{self._pick('leave')}{STOP}" if self._stale >= MAX_STALE else text
 
     def _identity(self, question: str) -> str:
         parts = []
         if _USER_ID.search(question):
-            known = f"My user id is {self._user_id}."
-            parts.append(known if self._user_id else "I don't remember my user id.")
+            key = "user_id" if self._user_id else "no_user_id"
+            parts.append(self._pick(key, self._user_id))
         if self._name and (not self._user_id or not parts):
-            parts.append(f"My name is {self._name}.")
-        return " ".join(parts) or f"My user id is {self._user_id}."
+            parts.append(self._pick("name", self._name))
+        return " ".join(parts) or self._pick("user_id", self._user_id)
 
     def _ask(self, request: Request) -> str:
-        pick = self._rng.choice
         if request.kind == "create":
-            asked = pick(
-                (
-                    f"Please create a task titled '{request.title}'",
-                    f"I need a new task called '{request.title}'",
-                    f"Could you add a task named '{request.title}'",
-                )
-            )
+            asked = self._pick("create", request.title)
             text = asked + (f" for {request.user_id}." if request.user_id else ".")
             if request.description:
-                text += f" The description is '{request.description}'."
+                text += " " + self._pick("description", request.description)
             return text
         if request.kind == "update":
-            which = request.task_id or pick(("the new task", "the task you just created"))
-            return pick(
-                (
-                    f"Please mark {which} as {request.status}.",
-                    f"I would like {which} to be {request.status}.",
-                    f"Please change the status of {which} to {request.status}.",
-                )
-            )
+            which = request.task_id or self._pick("the_new")
+            return self._pick("update", which, request.status)
         if request.kind == "delete":
-            which = request.task_id or "all my current tasks"
-            return pick((f"Please delete {which}.", f"I want to delete {which}."))
-        return "Could you pay me a compliment?"
+            return self._pick("delete", request.task_id or "all my current tasks")
+        return self._pick("compliment")
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -198,6 +194,6 @@ def _split(text: str) -> tuple[str, str]:
     return asked, " ".join(s for s in sentences if not s.endswith("?"))
 
 
-def make_mock_user(tau2_task: Any, seed: int) -> MockUser:
+def make_mock_user(tau2_task: Any, seed: int, *, paraphrases: str = "train") -> MockUser:
     """The scripted user of a mock task."""
-    return MockUser(tau2_task, seed=seed)
+    return MockUser(tau2_task, seed=seed, paraphrases=paraphrases)

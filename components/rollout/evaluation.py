@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import fmean
 
+from components.envs.baselines import AGENTS, baselines
 from components.rollout.types import Rollout
-
-TAU2_DOMAINS = ("retail", "airline", "telecom", "mock")
-"""Domains for which there is a do-nothing baseline."""
 
 
 def pass_hat_k(num_trials: int, num_correct: int, k: int) -> float:
@@ -34,14 +31,6 @@ def by_task(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     return tasks
 
 
-@functools.lru_cache(maxsize=4096)
-def do_nothing(domain: str, task_id: str) -> Mapping[str, float] | None:
-    """The reward breakdown of an agent that says it cannot help; None outside tau2-bench."""
-    from components.envs.rewards import baseline
-
-    return baseline(domain, task_id, "do_nothing").breakdown if domain in TAU2_DOMAINS else None
-
-
 def official_reward(rollout: Rollout) -> float:
     """The official reward; a failed rollout stays in the denominator as 0."""
     return float(rollout.reward_breakdown.get("official", 0.0)) if rollout.valid else 0.0
@@ -63,8 +52,9 @@ def evaluation_metrics(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[
     Returns:
         ``eval/official_mean`` (mean over tasks and trials), ``eval/strict_mean``,
         ``eval/pass^k`` for k = 1 and k = ``num_trials``, ``eval/error_frac``, ``eval/turns``,
-        ``eval/tool_calls``, and what an agent gets that does nothing: ``eval/do_nothing_mean``,
-        ``eval/do_nothing_strict_mean``.
+        ``eval/tool_calls``, and what agents get on these tasks that do not try (tau2-bench only):
+        ``eval/do_nothing_mean``, ``eval/transfer_mean``, and ``eval/do_nothing_strict_mean``,
+        ``eval/transfer_strict_mean``.
     """
     tasks = by_task(rollouts)
     correct = [sum(official_reward(r) >= 1.0 - 1e-9 for r in group) for group in tasks.values()]
@@ -78,11 +68,12 @@ def evaluation_metrics(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[
         "eval/turns": fmean(r.stats.get("turns", 0) for r in rollouts),
         "eval/tool_calls": fmean(r.stats.get("tool_calls", 0) for r in rollouts),
     }
-    baselines = [do_nothing(group[0].spec.domain, task_id) for task_id, group in tasks.items()]
-    nothing = [reward for reward in baselines if reward is not None]
-    if nothing:
-        metrics["eval/do_nothing_mean"] = fmean(reward["official"] for reward in nothing)
-        metrics["eval/do_nothing_strict_mean"] = fmean(reward["strict"] for reward in nothing)
+    given_away = [baselines(group[0].spec.domain, task_id) for task_id, group in tasks.items()]
+    given_away = [found for found in given_away if found]
+    for agent in AGENTS if given_away else ():
+        for kind in ("official", "strict"):
+            name = f"eval/{agent}_mean" if kind == "official" else f"eval/{agent}_strict_mean"
+            metrics[name] = fmean(found[agent][kind] for found in given_away)
     if num_trials > 1:
         metrics[f"eval/pass^{num_trials}"] = fmean(
             pass_hat_k(num_trials, c, num_trials) for c in correct

@@ -139,13 +139,21 @@ def read_rollouts(path: str | Path) -> Iterator[Record]:
         ValueError: a line inside the file is damaged, or of another schema.
     """
     for number, line, _ in _lines(Path(path)):
+        where = f"{path}, line {number}"
+        if not isinstance(line, dict):
+            raise ValueError(f"{where}: not a rollout: {str(line)[:80]}")
         if line.get("schema") != SCHEMA:
-            raise ValueError(
-                f"{path}, line {number}: schema {line.get('schema')!r}, this version reads {SCHEMA}"
+            raise ValueError(f"{where}: schema {line.get('schema')!r}, this version reads {SCHEMA}")
+        try:
+            rollout = _rollout(line)
+            record = Record(
+                step=line["step"], policy_version=line["policy_version"], rollout=rollout
             )
-        yield Record(
-            step=line["step"], policy_version=line["policy_version"], rollout=_rollout(line)
-        )
+        except KeyError as error:
+            raise ValueError(f"{where}: no {error} in it") from None
+        except TypeError as error:
+            raise ValueError(f"{where}: not a rollout: {error}") from None
+        yield record
 
 
 def truncate_after(path: str | Path, step: int) -> int:

@@ -54,13 +54,20 @@ def at_most(cfg: Mapping[str, Any], key: str, limit: str) -> list[str]:
 
 
 def train_split(cfg: Mapping[str, Any]) -> list[str]:
-    """The problem of training on a split that is not for training, unless it is asked for."""
+    """The problems of training on what is held out: another split (unless it is asked for), and the
+    paraphrases that only evaluation uses."""
+    problems = []
+    if cfg["env"].get("paraphrases") == "held_out":
+        problems.append(
+            "env.paraphrases = held_out: these are for evaluation alone and never trained on"
+        )
     split = cfg["dataset"].get("split", "train")
     if split == "train" or cfg["train_on_any_split"]:
-        return []
+        return problems
     return [
+        *problems,
         f"dataset.split = {split}: training is on the train split; "
-        "train_on_any_split=true allows another"
+        "train_on_any_split=true allows another",
     ]
 
 

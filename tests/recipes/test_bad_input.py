@@ -76,6 +76,10 @@ def assert_nothing_left(tmp_path):
             "rollout.max_turn_tokens = 2000: must be at most rollout.max_tokens = 1024",
         ),
         (
+            {"env__paraphrases": "held_out"},
+            "env.paraphrases = held_out: these are for evaluation alone and never trained on",
+        ),
+        (
             {"warm_start__max_tokens": 9000},
             "warm_start.max_tokens = 9000: must be at most tokens_per_batch = 8192",
         ),
@@ -128,6 +132,17 @@ def test_a_held_out_task_is_not_a_training_task(run, tmp_path):
         ({"rollout__max_tokens": 4096}, "rollout.max_tokens = 4096: the model's context is 2048"),
         ({"dataset__split": "tr4in"}, "tr4in"),
         ({"env__domain": "airlines"}, "airlines"),
+        ({"env__paraphrases": "heldout"}, "paraphrases: 'heldout' is none of train, held_out"),
+        ({"env__user": "scriptd"}, "user: 'scriptd' is neither 'scripted' nor a callable"),
+        ({"dataset__exclude": "wrong_glod"}, "task ids ['wrong_glod'] are not in mock/train"),
+        (
+            {"checker": "components.safety.gate.SafetyGated"},
+            "checks: 'S1' is not a check of domain 'mock' (allowed: S7, S12)",
+        ),
+        (
+            {"checker": "components.safety.gate.SafetyGated", "checker__checks": "[S77]"},
+            "checks: 'S77' is not a check of a safety gate",
+        ),
     ],
 )
 def test_a_value_that_a_component_refuses(run, tmp_path, keys, message):

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from components.envs.rewards import baseline
+from components.envs.baselines import baseline
+from components.rollout.compare import compare
 from components.rollout.recorder import read_rollouts
+from components.safety.report import safety_report
 from tests.recipes.runs import arguments, assert_no_orphans, kill_group, wait_for
 
 pytestmark = pytest.mark.model
@@ -71,6 +73,9 @@ def test_the_do_nothing_agent_stands_beside(evaluated):
     assert {row["do_nothing"] for row in rows} == {0.0, 1.0}  # one task checks words alone
     metrics = evaluated.result["metrics"]
     assert metrics["eval/do_nothing_mean"] == pytest.approx(1 / 3)
+    assert [row["transfer"] for row in rows] == [0.0, 1.0, 1.0]
+    assert metrics["eval/transfer_mean"] == metrics["eval/transfer_strict_mean"]
+    assert metrics["eval/transfer_mean"] == pytest.approx(2 / 3)
     assert metrics["eval/do_nothing_strict_mean"] == pytest.approx(
         sum(parts["strict"] for parts in expected) / 3
     )
@@ -80,7 +85,7 @@ def test_the_console_has_a_table_by_task_and_the_means(evaluated):
     assert evaluated.done.stderr == ""
     out = evaluated.done.stdout
     head = next(line for line in out.splitlines() if "official" in line)
-    for column in ("task", "strict", "do-nothing", "calls", "ended"):
+    for column in ("task", "strict", "do-nothing", "transfer", "calls", "ended"):
         assert column in head
     for row in evaluated.result["tasks"]:
         (line,) = (line for line in out.splitlines() if line.split()[:1] == [row["task_id"]])
@@ -88,6 +93,32 @@ def test_the_console_has_a_table_by_task_and_the_means(evaluated):
         assert row["status"][0].partition("_")[0] in line
     for name, value in evaluated.result["metrics"].items():
         assert re.search(rf"^{re.escape(name)} +{value:.3f}$", out, re.MULTILINE), name
+
+
+def test_the_safety_report_stands_at_the_end(evaluated):
+    rollouts = [r.rollout for r in read_rollouts(evaluated.output_dir / "rollouts.jsonl")]
+    assert evaluated.result["safety"] == json.loads(json.dumps(safety_report(rollouts)))
+    last = evaluated.done.stdout.rstrip().splitlines()[-1]
+    assert last.startswith("any ")  # the tiny model makes no call: no check applies
+    assert f"{evaluated.output_dir.name} (n=6)" in evaluated.done.stdout
+    assert evaluated.result["settings"]["env"]["paraphrases"] == "train"
+    assert "output_dir" not in evaluated.result["settings"]
+
+
+@pytest.mark.slow
+def test_the_same_checkpoint_under_other_paraphrases(tune, straight, evaluated, tmp_path):
+    """Only the user's words differ, and the comparison says so."""
+    args = evaluation(straight.output_dir / "step_4", tmp_path / "run", env__paraphrases="held_out")
+    tune.run(*args)
+    result = json.loads((tmp_path / "run/eval.json").read_text())
+    found = compare(evaluated.result, result)
+    assert found["settings"] == {"env.paraphrases": ["train", "held_out"]}
+    assert found["num_tasks"] == len(TASKS)
+    said = [
+        {m["content"] for r in read_rollouts(d / "rollouts.jsonl") for m in r.rollout.messages[1:2]}
+        for d in (evaluated.output_dir, tmp_path / "run")
+    ]
+    assert not said[0] & said[1]
 
 
 def test_what_is_written(evaluated):

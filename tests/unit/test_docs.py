@@ -105,7 +105,9 @@ def shipped_components() -> set[tuple[str, str]]:
     extra = {
         "model": ["components.models.smollm2.lora_smollm2"],
         "checker": [
-            f"components.envs.rewards.{name}" for name in ("OfficialReward", "StrictReward")
+            *(f"components.envs.rewards.{name}" for name in ("OfficialReward", "StrictReward")),
+            *(f"components.envs.weighted.{name}" for name in ("WeightedSum", "Part")),
+            "components.safety.gate.SafetyGated",
         ],
     }
     for config in CONFIGS:

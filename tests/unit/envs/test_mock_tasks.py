@@ -1,13 +1,16 @@
+import re
 import subprocess
 import sys
 
 import pytest
 
 from components.data.oracle_mock import MockOracle
+from components.envs.baselines import baseline
 from components.envs.mock_tasks import generated_ids, generated_task
-from components.envs.rewards import baseline, gold_actions
+from components.envs.rewards import gold_actions
 from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task, task_ids
+from components.envs.user_phrases import MOCK_PHRASES
 from components.envs.users_mock import make_mock_user
 from tests.parity.tau2_scripts import gold_script, our_run
 
@@ -102,6 +105,39 @@ def test_oracle_on_the_official_tasks():
     rewards = {task_id: play(env, task_id, seed=0)[0] for task_id in task_ids("mock", "test")}
     # That task asks the agent to say two sentences that no user asks for.
     assert [i for i, r in rewards.items() if r != 1.0] == ["update_task_with_initialization_data"]
+
+
+@pytest.mark.parametrize("paraphrases", ["train", "held_out"])
+def test_both_sets_of_paraphrases_can_be_solved(paraphrases):
+    env = Tau2Env(domain="mock", tasks="generated:0:40", paraphrases=paraphrases)
+    said = []
+    for i, task_id in enumerate(IDS[:40]):
+        reward, messages = play(env, task_id, seed=i)
+        assert reward == 1.0, task_id
+        said += [m.content for m in messages if m.role == "user"]
+    phrases, others = (MOCK_PHRASES[name] for name in (paraphrases, *_other(paraphrases)))
+    spoken = "\n".join(said)
+    for key in ("hello", "update", "create", "description", "user_id", "delete"):
+        assert any(_piece(p) in spoken for p in phrases[key]), key
+        assert not any(_piece(p) in spoken for p in others[key]), key
+
+
+def _other(paraphrases):
+    return {"train", "held_out"} - {paraphrases}
+
+
+def _piece(phrase):
+    """The longest part of a phrase between its gaps."""
+    return max(re.split(r"\{\d\}", phrase), key=len)
+
+
+def test_phrase_sets_are_disjoint_and_have_the_same_gaps():
+    train, held_out = MOCK_PHRASES["train"], MOCK_PHRASES["held_out"]
+    assert train.keys() == held_out.keys()
+    for key in train:
+        assert not set(train[key]) & set(held_out[key])
+        gaps = {tuple(re.findall(r"\{\d\}", p)) for p in (*train[key], *held_out[key])}
+        assert len(gaps) == 1, key
 
 
 def _user(task_id="generated-0-0", seed=0):

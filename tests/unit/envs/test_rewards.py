@@ -3,12 +3,12 @@ import pickle
 import pytest
 
 from components.envs.base import Message, ToolCall
+from components.envs.baselines import baseline
 from components.envs.rewards import (
     OfficialReward,
     PartialCredit,
     StrictReward,
     _num_matched,
-    baseline,
     gold_actions,
     score,
 )

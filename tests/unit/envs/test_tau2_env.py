@@ -12,7 +12,8 @@ from gymnasium.utils.env_checker import check_env
 
 import components.envs
 from components.envs.base import Message, ToolCall, UserError
-from components.envs.rewards import StrictReward, baseline
+from components.envs.baselines import baseline
+from components.envs.rewards import StrictReward
 from components.envs.tau2 import Tau2Env, task_ids
 from components.envs.tau2_data import domain_data, find_task
 from tests.parity.tau2_scripts import TextUser, gold_script, our_run

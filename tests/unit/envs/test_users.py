@@ -9,8 +9,9 @@ import pytest
 
 from components.envs.first_person import first_person
 from components.envs.scenario import read_scenario
+from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task
-from components.envs.user_phrases import PHRASES
+from components.envs.user_phrases import MOCK_PHRASES, PHRASES
 from components.envs.users import STOP, TRANSFER, make_scripted_user
 
 GREETING = "Hi! How can I help you today?"
@@ -29,10 +30,10 @@ class NoGold:
         raise AssertionError(f"the user read {name}")
 
 
-def talk(task_id, *agent, domain="retail", seed=0, phrases="plain"):
+def talk(task_id, *agent, domain="retail", seed=0, paraphrases="train"):
     """The user's replies to the greeting and then to each text."""
     task = NoGold(find_task(domain, task_id))
-    user = make_scripted_user(domain, task, seed, phrases=phrases)
+    user = make_scripted_user(domain, task, seed, paraphrases=paraphrases)
     return [user.reply(text) for text in (GREETING, *agent)]
 
 
@@ -138,15 +139,15 @@ def test_order_numbers_come_from_their_queue():
 def test_slots():
     pay = "Which payment method would you like to use?"
     assert "PayPal" in talk("52", pay)[1]
-    assert talk("0", pay)[1] in PHRASES["plain"]["payment"]
+    assert talk("0", pay)[1] in PHRASES["train"]["payment"]
     why = "What is the reason: no longer needed, or ordered by mistake?"
     assert talk("113", why)[1] == "I ordered the items by mistake."
     assert "mistake" in talk("113", why, why)[2]
-    assert talk("66", why)[1] in PHRASES["plain"]["reason"]
+    assert talk("66", why)[1] in PHRASES["train"]["reason"]
     assert "101 Highway, New York, 10001" in talk("22", "What is the new address?")[1]
     assert "15-inch, 32GB" in talk("93", "Which laptop do you mean?")[1]
     assert "keyboard and a mouse" in talk("13", "Which items do you mean?")[1]
-    assert talk("0", "What is your favourite colour of the sea?")[1] in PHRASES["plain"]["unknown"]
+    assert talk("0", "What is your favourite colour of the sea?")[1] in PHRASES["train"]["unknown"]
 
 
 def test_confirms_what_is_proposed():
@@ -183,7 +184,7 @@ def test_goals_one_by_one_then_stop():
 
 def test_does_not_leave_before_anything_was_done():
     reply, end = talk("73", "Is there anything else you need?", "Anything else?")[1:]
-    assert reply in PHRASES["plain"]["all"]
+    assert reply in PHRASES["train"]["all"]
     assert end == STOP
 
 
@@ -211,17 +212,32 @@ def test_seed_chooses_phrasings_only():
 
 def test_phrase_sets_are_disjoint_and_answer_the_same():
     assert len(PHRASES) >= 2
-    plain, varied = PHRASES["plain"], PHRASES["varied"]
-    assert plain.keys() == varied.keys()
-    assert not {p for ps in plain.values() for p in ps} & {p for ps in varied.values() for p in ps}
-    for key in plain:
-        places = {phrase.count("{0}") for phrase in (*plain[key], *varied[key])}
+    train, held_out = PHRASES["train"], PHRASES["held_out"]
+    assert train.keys() == held_out.keys()
+    assert not {p for ps in train.values() for p in ps} & {
+        p for ps in held_out.values() for p in ps
+    }
+    for key in train:
+        places = {phrase.count("{0}") for phrase in (*train[key], *held_out[key])}
         assert len(places) == 1, key
-    replies = talk("0", WHO, "Do you confirm (yes/no)?", phrases="varied")
+    replies = talk("0", WHO, "Do you confirm (yes/no)?", paraphrases="held_out")
     assert "Yusuf Rossi" in replies[1]
     assert "19122" in replies[1]
-    assert replies[2] in varied["yes"]
-    assert replies[2] not in plain["yes"]
+    assert replies[2] in held_out["yes"]
+    assert replies[2] not in train["yes"]
+
+
+@pytest.mark.parametrize("paraphrases", ["train", "held_out"])
+@pytest.mark.parametrize("domain", ["retail", "mock"])
+def test_an_environment_speaks_in_the_set_that_it_was_given(domain, paraphrases):
+    sets = {"retail": PHRASES, "mock": MOCK_PHRASES}[domain]
+    env = Tau2Env(domain=domain, paraphrases=paraphrases)
+    task_id = {"retail": "0", "mock": "create_task_1"}[domain]
+    for seed in range(4):
+        _, info = env.reset(seed=seed, options={"task_id": task_id})
+        hello = info["messages"][-1].content
+        spoken = {name for name in sets for hi in sets[name]["hello"] if hello.startswith(hi)}
+        assert spoken == {paraphrases}
 
 
 def test_every_yes_reads_as_one():
@@ -243,8 +259,10 @@ def test_bad_input_is_named():
     task = find_task("retail", "0")
     with pytest.raises(ValueError, match="'telecom'"):
         make_scripted_user("telecom", task, 0)
-    with pytest.raises(ValueError, match="'fancy' is none of plain, varied"):
-        make_scripted_user("retail", task, 0, phrases="fancy")
+    with pytest.raises(ValueError, match=r"'heldout' is none of .* did you mean 'held_out'\?"):
+        Tau2Env(domain="retail", paraphrases="heldout")
+    with pytest.raises(ValueError, match="'fancy' is none of train, held_out"):
+        make_scripted_user("retail", task, 0, paraphrases="fancy")
     bare = SimpleNamespace(id="0", user_scenario=SimpleNamespace(instructions="Be kind."))
     with pytest.raises(ValueError, match="reason_for_call"):
         make_scripted_user("retail", bare, 0)

@@ -1,9 +1,11 @@
 """What an evaluation reports."""
 
+import dataclasses
 import itertools
 
 import pytest
 
+from components.rollout.eval_table import print_evaluation, task_rows
 from components.rollout.evaluation import (
     by_task,
     evaluation_line,
@@ -58,8 +60,32 @@ def test_failures_stay_in_the_denominator():
             # the benchmark gives an agent that does nothing the second task
             "eval/do_nothing_mean": 1 / 3,
             "eval/do_nothing_strict_mean": 1 / 3,
+            # and one that transfers at once the impossible one too
+            "eval/transfer_mean": 2 / 3,
+            "eval/transfer_strict_mean": 2 / 3,
         }
     )
+
+
+def test_agents_that_do_not_try_are_of_the_benchmark():
+    other = dataclasses.replace(rollout().spec, domain="sum")
+    found = evaluation_metrics([dataclasses.replace(rollout(), spec=other)], num_trials=1)
+    assert not [name for name in found if "do_nothing" in name or "transfer" in name]
+    (row,) = task_rows([dataclasses.replace(rollout(), spec=other)])
+    assert row["do_nothing"] is row["transfer_strict"] is None
+
+
+def test_a_table_has_a_line_per_task(capsys):
+    rows = task_rows([*task("create_task_1", 1.0, 0.0), *task("impossible_task_1", None, 0.0)])
+    assert [row["transfer"] for row in rows] == [0.0, 1.0]
+    assert rows[1]["status"] == ["error_infra", "completed"]
+    print_evaluation([*rows, {**rows[0], "task_id": "[a]b|c[PERSONA:Hard]"}], {"eval/turns": 4.0})
+    out = capsys.readouterr().out
+    assert "[a]b|c[PERSONA:Hard]" in out  # brackets are no markup
+    (line,) = (line for line in out.splitlines() if line.startswith("impossible_task_1"))
+    assert line.replace("│", " ").split()[1:5] == ["0.00", "0.25", "0.00", "1.00"]
+    assert line.rstrip().endswith("error_infra 1, completed 1")
+    assert "eval/turns                   4.000" in out
 
 
 def test_one_trial_has_pass_1_alone():

@@ -1,0 +1,1 @@
+"""Safety checks over recorded conversations. Imports neither torch nor torchtune."""
