@@ -18,6 +18,7 @@ import gymnasium
 from components.envs.base import Message, RewardChecker, Task, Trajectory
 from components.envs.refusals import refusal
 from components.envs.rewards import OfficialReward
+from components.envs.spaces import Text
 from components.envs.tau2_data import (
     domain_data,
     find_task,
@@ -36,33 +37,6 @@ __all__ = ["Tau2Env", "Text", "preload", "task_ids"]
 
 TRUNCATED = ("max_steps", "too_many_errors")
 """Ends that say the budget was spent, not that the conversation was over."""
-
-
-class Text(gymnasium.Space):
-    """Any string; as an action space, a :class:`Message` as well.
-
-    ``gymnasium.spaces.Text`` refuses newlines, braces and whatever is not ASCII.
-    """
-
-    def __init__(self, *, messages: bool = False, seed: int | None = None) -> None:
-        super().__init__(shape=None, dtype=None, seed=seed)
-        self.messages = messages
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        return f"Could you tell me more about number {self.np_random.integers(100)}?"
-
-    def contains(self, x: Any) -> bool:
-        return isinstance(x, str) or (self.messages and isinstance(x, Message))
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        return False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Text) and other.messages == self.messages
-
-    def __repr__(self) -> str:
-        return f"Text(messages={self.messages})"
 
 
 class Tau2Env(gymnasium.Env):
@@ -135,7 +109,8 @@ class Tau2Env(gymnasium.Env):
         self._task: Task | None = None
         self._run: OfficialRun | None = None
         self.observation_space = Text()
-        self.action_space = Text(messages=True)
+        names = tuple(tool.name for tool in domain_data(domain).tools) if solo else ()
+        self.action_space = Text(messages=True, calls=names)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None

@@ -241,8 +241,8 @@ def test_airline_and_mock_are_played():
 
 def test_bad_input_is_named():
     task = find_task("retail", "0")
-    with pytest.raises(ValueError, match="'telecom'"):
-        make_scripted_user("telecom", task, 0)
+    with pytest.raises(ValueError, match="'banking'"):
+        make_scripted_user("banking", task, 0)
     with pytest.raises(ValueError, match="'fancy' is none of plain, varied"):
         make_scripted_user("retail", task, 0, phrases="fancy")
     bare = SimpleNamespace(id="0", user_scenario=SimpleNamespace(instructions="Be kind."))
