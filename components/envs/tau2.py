@@ -235,16 +235,21 @@ class Tau2Env(gymnasium.Env):
                 num_tool_errors=self._run.num_errors,
                 official=record,
                 solo=self._solo,
-                outcome=outcome(
-                    domain=self.domain,
-                    task_id=self._task.id,
-                    environment=self._run.environment,
-                    messages=record.messages,
-                ),
+                outcome=self._outcome(record.messages),
             )
             info["trajectory"] = trajectory
             info["reward"] = self._checker(trajectory)
         return messages_json(messages), info
+
+    def _outcome(self, messages: list[Any]) -> dict[str, float] | None:
+        assert self._run is not None
+        assert self._task is not None
+        return outcome(
+            domain=self.domain,
+            task_id=self._task.id,
+            environment=self._run.environment,
+            messages=messages,
+        )
 
     def _info(self, messages: tuple[Message, ...], *, refused: str) -> dict[str, Any]:
         assert self._run is not None
@@ -255,11 +260,16 @@ class Tau2Env(gymnasium.Env):
             "num_tool_errors": self._run.num_errors,
         }
 
-    def database_hashes(self) -> tuple[str | None, str | None]:
-        """Official hashes of the agent's and the user's database, for tests and the log."""
+    @property
+    def tau2_environment(self) -> Any:
+        """The episode's own tau2 environment, for tests and the log: do not change it."""
         if self._run is None:
             raise gymnasium.error.ResetNeeded("there is no episode")
-        environment = self._run.environment
+        return self._run.environment
+
+    def database_hashes(self) -> tuple[str | None, str | None]:
+        """Official hashes of the agent's and the user's database, for tests and the log."""
+        environment = self.tau2_environment
         return environment.get_db_hash(), environment.get_user_db_hash()
 
     def close(self) -> None:

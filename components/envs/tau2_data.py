@@ -114,9 +114,20 @@ def _builder(constructor: Any, first: Any) -> Callable[..., Any]:
     bases = {key: base for key, base in bases.items() if key in accepted}
     kept = {name: class_state(getattr(first, name)) for name in ("tools", "user_tools")}
 
+    def copies() -> dict[str, Any]:
+        return {key: fresh_database(base) for key, base in bases.items()}
+
+    @functools.cache
+    def solo_policy() -> str:
+        return constructor(solo_mode=True, **copies()).get_policy()
+
     def build(solo_mode: bool = False) -> Any:
-        copies = {key: fresh_database(base) for key, base in bases.items()}
-        environment = constructor(solo_mode=solo_mode, **copies)
+        environment = constructor(**copies())
+        if solo_mode:
+            # What the constructor does, less 40 ms: it looks for tool names that both sides have,
+            # for which it describes every tool.
+            environment.policy = solo_policy()
+            environment.solo_mode = True
         for toolkit, values in kept.items():
             for name, value in values.items():
                 setattr(getattr(environment, toolkit), name, value.model_copy(deep=True))

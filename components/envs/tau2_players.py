@@ -53,6 +53,12 @@ def _solo_agent_class() -> type:
             turn, state = super().generate_next_message(message, state)
             return self._check_if_stop_toolcall(turn) if turn.tool_calls else turn, state
 
+        def add_stop_tool(self) -> None:
+            """Nobody reads the tools of this agent."""
+
+        def validate_tools(self) -> None:
+            pass
+
     return SlotSoloAgent
 
 
@@ -138,7 +144,9 @@ def plays_solo(task: Any) -> bool:
 
 def solo_tools() -> Sequence[Any]:
     """tau2's own tools of a solo agent beside the environment's: ``done``."""
-    agent = _solo_agent_class().__new__(_solo_agent_class())
+    from tau2.agent.llm_agent import LLMSoloAgent
+
+    agent = LLMSoloAgent.__new__(LLMSoloAgent)
     agent.tools = []
     agent.add_stop_tool()
     return agent.tools

@@ -73,11 +73,11 @@ def _parts(*, official: float, **parts: float) -> dict[str, float]:
 
 def _same_databases(domain: str, task_id: str, environment: Any) -> float:
     live = [digest(kit and kit.db) for kit in (environment.tools, environment.user_tools)]
-    return float(live == _gold_digests(domain, task_id))
+    return float(live == gold_digests(domain, task_id))
 
 
 @functools.lru_cache(maxsize=4096)
-def _gold_digests(domain: str, task_id: str) -> list[Any]:
+def gold_digests(domain: str, task_id: str) -> list[Any]:
     """Both databases after the gold actions, as the official evaluator runs them."""
     task = find_task(domain, task_id)
     environment = domain_data(domain).build()
