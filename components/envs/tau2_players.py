@@ -134,7 +134,8 @@ def make_agent(environment: Any) -> Any:
 
 def make_solo_agent(environment: Any, task: Any) -> Any:
     """The agent of a run without a user."""
-    return _solo_agent_class()(tools=[], domain_policy=environment.policy, task=task)
+    policy = environment.policy
+    return _solo_agent_class()(tools=[], domain_policy=policy, task=task, llm=None)
 
 
 def plays_solo(task: Any) -> bool:

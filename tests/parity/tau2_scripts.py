@@ -248,13 +248,16 @@ def official_run(*, domain: str, task: Any, script: Script, max_steps: int) -> t
     pristine_classes()
     agent_class, user_class = _official_players(script)
     environment = registry.get_env_constructor(domain)(solo_mode=script.solo)
-    settings = {"tools": environment.get_tools(), "domain_policy": environment.policy}
+    settings: dict[str, Any] = {
+        "tools": environment.get_tools(),
+        "domain_policy": environment.policy,
+    }
     if script.solo:
-        settings["task"] = task
+        settings |= {"task": task, "llm": None}
     orchestrator = Orchestrator(
         domain=domain,
         agent=agent_class(**settings),
-        user=user_class(llm=None),
+        user=user_class() if script.solo else user_class(llm=None),
         environment=environment,
         task=task,
         max_steps=max_steps,
@@ -265,8 +268,15 @@ def official_run(*, domain: str, task: Any, script: Script, max_steps: int) -> t
     return orchestrator, orchestrator.run()
 
 
-def our_run(*, domain: str, task_id: str, script: Script, max_steps: int):
+def our_run(*, domain: str, task_id: str, script: Script, max_steps: int, checker: Any = None):
     """Play a script in our environment.
+
+    Args:
+        domain: tau2's name of the domain.
+        task_id: of the task.
+        script: what both sides do.
+        max_steps: as the benchmark counts.
+        checker: of the environment.
 
     Returns:
         (environment at the end of the episode, last answer of ``step``).
@@ -275,7 +285,7 @@ def our_run(*, domain: str, task_id: str, script: Script, max_steps: int):
     from components.envs.tau2 import Tau2Env
 
     user = "scripted" if script.solo else lambda task: ScriptUser(script.user)
-    env = Tau2Env(domain=domain, user=user, max_steps=max_steps, solo=script.solo)
+    env = Tau2Env(domain=domain, user=user, max_steps=max_steps, solo=script.solo, checker=checker)
     env.reset(seed=3, options={"task_id": task_id})
     calls, played, end = 0, 0, None
     while end is None:
