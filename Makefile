@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # A second `make retail` goes on with the run that is there.
 resume = $(if $(wildcard runs/$(1)/run.json), resume=true)
 
-.PHONY: setup model retail mock test test-slow test-compile lint format clean
+.PHONY: setup model retail mock test test-slow test-compile test-tau2 lint format clean
 
 setup: $(VENV)/.done
 
@@ -31,13 +31,17 @@ mock: model
 	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml$(call resume,mock)
 
 test: model lint
-	$(BIN)/python -m pytest tests -m "not slow and not gpu and not compile"
+	$(BIN)/python -m pytest tests -m "not slow and not gpu and not compile and not tau2"
 
 test-slow: model
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
 
 test-compile: model
 	$(BIN)/python -m pytest tests -m "compile and not gpu"
+
+# Every task of every domain of tau2-bench against its own Orchestrator and evaluator: 40 minutes.
+test-tau2: setup
+	$(BIN)/python -m pytest tests/parity tests/unit/envs -m tau2
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ Nothing here imports torch: writing an environment takes plain Python.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -74,6 +74,11 @@ class Trajectory:
     num_tool_errors: int
     official: Any = None
     """The benchmark's own record of the run (for tau2 a ``SimulationRun``)."""
+    solo: bool = False
+    """Whether there was no user: the agent worked a ticket alone."""
+    outcome: Mapping[str, float] | None = None
+    """The benchmark's components of the reward, measured where the run ended and as if it had come
+    to a scored end; None where they must be found by executing the record again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,21 @@ class UserSimulator(Protocol):
 
     def reply(self, agent_text: str) -> str:
         """The user's next message; a stop token of the benchmark in it ends the episode."""
+        ...
+
+
+class ActingUserSimulator(Protocol):
+    """A user with tools of its own (telecom); the agent sees what it says, not what it does."""
+
+    def act(self, heard: str | list[str]) -> str | Sequence[ToolCall]:
+        """The user's next turn.
+
+        Args:
+            heard: the agent's text, or what the user's own last calls gave, in their order.
+
+        Returns:
+            A text for the agent, or calls of the user's tools.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ def first_person(text: str) -> str:
     ``you`` becomes ``I`` or ``me``, ``your`` ``my``, and ``the agent`` becomes ``you``.
     """
     rules = (
-        (r"^You name\b", "Your name"),  # the first three are slips of the scenarios
+        (r"^You (name|mobile data)\b", r"Your \1"),  # the first three are slips of the scenarios
         (r"\byour forgot\b", "you forgot"),
         (r"\breturn you\b", "return your"),
         (r"^ask (?=how|what|if|whether|which)", "please tell me "),

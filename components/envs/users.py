@@ -33,7 +33,7 @@ from components.envs.agent_cues import (
     TRANSFERS,
     content_words,
 )
-from components.envs.base import UserSimulator
+from components.envs.base import ActingUserSimulator, UserSimulator
 from components.envs.scenario import Scenario, Trigger, read_scenario, split_sentences
 from components.envs.user_phrases import PHRASES, phrase_set
 
@@ -41,7 +41,7 @@ STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"
 MAX_IDLE_TURNS = 3
 """Turns without news after which the user hangs up."""
-SCRIPTED_DOMAINS = ("retail", "airline", "mock")
+SCRIPTED_DOMAINS = ("retail", "airline", "telecom", "mock")
 
 
 class ScriptedUser:
@@ -226,11 +226,11 @@ class ScriptedUser:
 
 def make_scripted_user(
     domain: str, tau2_task: Any, seed: int, *, paraphrases: str = "train"
-) -> UserSimulator:
+) -> UserSimulator | ActingUserSimulator:
     """The scripted user of a task.
 
     Args:
-        domain: ``"retail"``, ``"airline"`` or ``"mock"``.
+        domain: ``"retail"``, ``"airline"``, ``"telecom"`` or ``"mock"``.
         tau2_task: a tau2 ``Task``; only ``id`` and ``user_scenario`` are read.
         seed: chooses among phrasings.
         paraphrases: ``"train"`` or ``"held_out"``: disjoint sets of phrasings.
@@ -247,5 +247,9 @@ def make_scripted_user(
             f"user='scripted' plays {', '.join(SCRIPTED_DOMAINS)}, not {domain!r}; "
             "give Tau2Env a callable that makes the user of a task"
         )
+    if domain == "telecom":
+        from components.envs.users_telecom import TelecomUser
+
+        return TelecomUser(tau2_task.user_scenario, seed=f"{tau2_task.id}/{seed}")
     scenario = read_scenario(tau2_task.user_scenario)
     return ScriptedUser(scenario, seed=f"{domain}/{tau2_task.id}/{seed}", paraphrases=paraphrases)

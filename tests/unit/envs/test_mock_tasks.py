@@ -12,7 +12,7 @@ from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task, task_ids
 from components.envs.user_phrases import MOCK_PHRASES
 from components.envs.users_mock import make_mock_user
-from tests.parity.tau2_scripts import gold_script, our_run
+from tests.parity.tau2_scripts import Script, gold_script, our_run, talk
 
 IDS = generated_ids(0, 60) + generated_ids(1, 20)
 
@@ -65,9 +65,8 @@ def test_gold_replay_scores_one_and_less_does_not():
         task = generated_task(task_id)
         script = gold_script(task)
         for kept, expected in ((script, 1.0), (script[:-2] + script[-1:], 0.0)):
-            _, end = our_run(
-                domain="mock", task_id=task_id, script=kept, num_replies=2, max_steps=100
-            )
+            played = Script(agent=kept, user=talk(2))
+            _, end = our_run(domain="mock", task_id=task_id, script=played, max_steps=100)
             assert end[1] == expected, task_id
             assert end[4]["trajectory"].num_tool_errors == 0
         assert len([a for a in task.evaluation_criteria.actions if a.name != "get_users"]) in (2, 3)

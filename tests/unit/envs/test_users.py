@@ -257,10 +257,12 @@ def test_airline_and_mock_are_played():
 
 def test_bad_input_is_named():
     task = find_task("retail", "0")
-    with pytest.raises(ValueError, match="'telecom'"):
-        make_scripted_user("telecom", task, 0)
+    with pytest.raises(ValueError, match="'banking'"):
+        make_scripted_user("banking", task, 0)
     with pytest.raises(ValueError, match=r"'heldout' is none of .* did you mean 'held_out'\?"):
         Tau2Env(domain="retail", paraphrases="heldout")
+    with pytest.raises(ValueError, match="telecom's scripted user has one set"):
+        Tau2Env(domain="telecom", paraphrases="held_out")
     with pytest.raises(ValueError, match="'fancy' is none of train, held_out"):
         make_scripted_user("retail", task, 0, paraphrases="fancy")
     bare = SimpleNamespace(id="0", user_scenario=SimpleNamespace(instructions="Be kind."))
