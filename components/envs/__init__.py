@@ -1,5 +1,8 @@
 """Environments behind one Gymnasium interface."""
 
+DOMAINS = ("retail", "airline", "telecom", "mock")
+"""Domains of tau2-bench."""
+
 
 def register() -> tuple[str, ...]:
     """Register the environments with Gymnasium, as importing :mod:`components.envs.ids` does.
