@@ -227,7 +227,7 @@ BROKEN = {
             *user("Yes."), *cancel(),
         ],
         "most of it left out": [
-            *LOGIN, *asked("Exchange something in your order, is that fine?", "Sure."),
+            *LOGIN, *asked("Some things change and your visa pays, is that fine?", "Sure."),
             *exchange(item_ids=["6906307980", "7510236436"],
                       new_item_ids=["8084436579", "1"]),
         ],
