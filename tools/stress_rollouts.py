@@ -90,7 +90,7 @@ class Settings:
     num_workers: int = 8
     tool_timeout_s: float = 1.0
     env_timeout_s: float = 5.0
-    worker_memory_mib: int = 1024
+    worker_memory_mib: int = 512
 
     def __post_init__(self) -> None:
         if self.episodes < 8:

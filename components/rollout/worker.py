@@ -75,9 +75,7 @@ class _Worker:
         self.limits = limits
         self.env = make_env()
         self.renderer = make_renderer()
-        self.memory_mib = memory_mib
-        if memory_mib is not None:
-            _limit_memory(memory_mib)
+        self.memory = None if memory_mib is None else _Memory(memory_mib)
 
     def run(self) -> None:
         while True:
@@ -107,7 +105,7 @@ class _Worker:
         What a tool has leaked stays for good, even where somebody caught its MemoryError: the next
         episode must not suffer from it. So this one is lost, as with any worker that dies.
         """
-        if self.memory_mib is not None and _address_space_mib() > NEARLY_ALL * self.memory_mib:
+        if self.memory is not None and self.memory.nearly_gone():
             os._exit(MEMORY_EXIT)
         self.connection.send((kind, value))
 
@@ -128,26 +126,31 @@ class _Worker:
         return fn(self.env, self.renderer, item)
 
 
-def _limit_memory(memory_mib: int) -> None:
-    """Let allocations fail beyond a limit.
+class _Memory:
+    """Memory that a worker's episodes may take, on top of what it has when its first one starts.
+
+    Counted as address space, which is what RLIMIT_AS limits: touched or not. What a worker starts
+    with depends on the packages and the number of cores (1-3 GiB with tau2), what it adds does not.
 
     Raises:
-        ValueError: the worker takes as much already, or the system has no such limit.
+        ValueError: the system has no such limit.
     """
-    if not sys.platform.startswith("linux"):
-        raise ValueError(f"worker_memory_mib={memory_mib}: only Linux can limit it; set null")
-    import resource
 
-    used = _address_space_mib()
-    if used > NEARLY_ALL * memory_mib:
-        raise ValueError(
-            f"worker_memory_mib={memory_mib}: a worker has {used:.0f} MiB of address space before "
-            "its first episode; allow twice that"
-        )
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+    def __init__(self, allowed_mib: int) -> None:
+        if not sys.platform.startswith("linux"):
+            raise ValueError(f"worker_memory_mib={allowed_mib}: only Linux can limit it; set null")
+        import resource
+
+        self.allowed = allowed_mib << 20
+        self.base = _address_space()
+        limit = self.base + self.allowed
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    def nearly_gone(self) -> bool:
+        return _address_space() - self.base > NEARLY_ALL * self.allowed
 
 
-def _address_space_mib() -> float:
-    """What RLIMIT_AS counts: all that is mapped, touched or not."""
+def _address_space() -> int:
+    """Bytes that are mapped."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

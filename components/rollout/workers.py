@@ -44,9 +44,9 @@ class WorkerPool:
             becomes ``error_deadline`` and the others go on.
         start_timeout_s: seconds a new worker may take to import and build its environment.
         preload: what the forkserver prepares once for all workers, see ``rollout/preload.py``.
-        worker_memory_mib: most MiB of address space of a worker (RLIMIT_AS, Linux). One that comes
-            within a tenth of it ends, is replaced, and its rollout becomes ``error_infra``. No
-            limit if None.
+        worker_memory_mib: most MiB of address space that a worker may add to what it has when it
+            starts (Linux). Allocations beyond fail; a worker that comes within a tenth of it ends
+            and is replaced, and its rollout becomes ``error_infra``. No limit if None.
 
     Raises:
         ValueError: a setting out of range, or a callable that lives in ``__main__``.
