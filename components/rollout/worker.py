@@ -130,7 +130,8 @@ class _Memory:
     """Memory that a worker's episodes may take, on top of what it has when its first one starts.
 
     Counted as address space, which is what RLIMIT_AS limits: touched or not. What a worker starts
-    with depends on the packages and the number of cores (1-3 GiB with tau2), what it adds does not.
+    with depends on the packages and the number of cores (1.6 GiB with tau2 on two);
+    what it adds does not, though what a first episode imports or loads late counts as added.
 
     Raises:
         ValueError: the system has no such limit.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +13,7 @@ import pytest
 from components.rollout.episode import failed_rollout
 from components.rollout.types import Rollout
 from components.rollout.workers import WorkerPool
-from tests.unit.rollout.fakes import make_env, make_renderer, spec
+from tests.unit.rollout.fakes import keep_mib, make_env, make_renderer, spec
 from tools import stress_rollouts
 from tools.stress_checks import census, differences, wrong_ends
 from tools.stress_faults import FAULTS, draw_faults
@@ -46,18 +45,6 @@ def test_every_fault_ends_its_own_episode_only():
     assert 1.5 <= report["hung"]["with_s"] < report["hung"]["without_s"] + 4.0
 
 
-def leak(env: object, renderer: object, item: int) -> int:
-    """Keep ``item`` MiB, in a worker; its MemoryError is caught, as tau2 does."""
-    try:
-        _KEPT.append(b"x" * (item << 20))
-    except MemoryError:
-        return -1
-    return os.getpid()
-
-
-_KEPT: list[bytes] = []
-
-
 class TestMemory:
     def test_what_a_worker_may_take(self):
         settings = {
@@ -69,7 +56,7 @@ class TestMemory:
             "env_timeout_s": 30.0,
         }
         with WorkerPool(**settings, worker_memory_mib=256) as pool:
-            first, too_much, second, lost, third = pool.run_local(leak, [100, 400, 100, 40, 10])
+            first, too_much, second, lost, third = pool.run_local(keep_mib, [100, 400, 100, 40, 10])
         assert first == second > 0
         assert too_much == -1  # refused, and nothing of it stays: the worker lives
         assert lost.status == "error_infra"
@@ -78,7 +65,7 @@ class TestMemory:
         with pytest.raises(ValueError, match="worker_memory_mib=0: must be at least 1"):
             WorkerPool(**settings, worker_memory_mib=0)
         with WorkerPool(**settings) as pool:
-            assert pool.run_local(leak, [400])[0] > 0
+            assert pool.run_local(keep_mib, [400])[0] > 0
 
 
 class TestChecks:
