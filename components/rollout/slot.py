@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, Literal
 
 from components.rollout import preload as preloading
-from components.rollout.worker import WORKER_ENV, serve
+from components.rollout.worker import MEMORY_EXIT, WORKER_ENV, serve
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,8 @@ class Slot:
     def _lost(self) -> None:
         code = self.kill()
         self.answered = True
-        self._reply = Failure(status="error_infra", error=f"the worker died, exit code {code}")
+        why = ": it used up worker_memory_mib" if code == MEMORY_EXIT else ""
+        self._reply = Failure(status="error_infra", error=f"the worker died, exit code {code}{why}")
 
     def _expire(self) -> None:
         self.kill()

@@ -12,6 +12,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -30,13 +31,19 @@ WORKER_ENV = {
 }
 """Environment variables of every worker, set before anything is imported in it."""
 
+MEMORY_EXIT = 86
+"""Exit code of a worker that has used up its memory."""
+
+NEARLY_ALL = 0.9
+"""Share of its memory past which a worker ends itself; what is left is for closing episodes."""
+
 
 def serve(connection: Connection, pickled: bytes, preload: tuple[str, ...]) -> None:
     """Answer orders until the other end closes.
 
     Args:
         connection: to the pool.
-        pickled: (make_env, make_renderer, limits).
+        pickled: (make_env, make_renderer, limits, memory_mib).
         preload: entries that the forkserver should have prepared; the others are reported.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
@@ -61,12 +68,14 @@ class _Worker:
         make_env: Callable[[], Env],
         make_renderer: Callable[[], Renderer],
         limits: Limits,
+        memory_mib: int | None,
     ) -> None:
         self.connection = connection
         self.make_env = make_env
         self.limits = limits
         self.env = make_env()
         self.renderer = make_renderer()
+        self.memory = None if memory_mib is None else _Memory(memory_mib)
 
     def run(self) -> None:
         while True:
@@ -88,7 +97,17 @@ class _Worker:
             if failed:  # whatever went wrong may have left the environment in any state
                 self.env.close()
                 self.env = self.make_env()
-            self.connection.send(reply)
+            self.send(*reply)
+
+    def send(self, kind: str, value: Any) -> None:
+        """Answer, or end the process if hardly any memory is left.
+
+        What a tool has leaked stays for good, even where somebody caught its MemoryError: the next
+        episode must not suffer from it. So this one is lost, as with any worker that dies.
+        """
+        if self.memory is not None and self.memory.nearly_gone():
+            os._exit(MEMORY_EXIT)
+        self.connection.send((kind, value))
 
     def episode(self, spec: RolloutSpec, temperature: float) -> Any:
         loop = run_episode(
@@ -97,7 +116,7 @@ class _Worker:
         try:
             request = next(loop)
             while True:
-                self.connection.send(("request", request))
+                self.send("request", request)
                 _, result = self.connection.recv()
                 request = loop.send(result)
         except StopIteration as stop:
@@ -105,3 +124,34 @@ class _Worker:
 
     def call(self, fn: Callable[[Env, Renderer, Any], Any], item: Any) -> Any:
         return fn(self.env, self.renderer, item)
+
+
+class _Memory:
+    """Memory that a worker's episodes may take, on top of what it has when its first one starts.
+
+    Counted as address space, which is what RLIMIT_AS limits: touched or not. What a worker starts
+    with depends on the packages and the number of cores (1.6 GiB with tau2 on two);
+    what it adds does not, though what a first episode imports or loads late counts as added.
+
+    Raises:
+        ValueError: the system has no such limit.
+    """
+
+    def __init__(self, allowed_mib: int) -> None:
+        if not sys.platform.startswith("linux"):
+            raise ValueError(f"worker_memory_mib={allowed_mib}: only Linux can limit it; set null")
+        import resource
+
+        self.allowed = allowed_mib << 20
+        self.base = _address_space()
+        limit = self.base + self.allowed
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    def nearly_gone(self) -> bool:
+        return _address_space() - self.base > NEARLY_ALL * self.allowed
+
+
+def _address_space() -> int:
+    """Bytes that are mapped."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -44,6 +44,9 @@ class WorkerPool:
             becomes ``error_deadline`` and the others go on.
         start_timeout_s: seconds a new worker may take to import and build its environment.
         preload: what the forkserver prepares once for all workers, see ``rollout/preload.py``.
+        worker_memory_mib: most MiB of address space that a worker may add to what it has when it
+            starts (Linux). Allocations beyond fail; a worker that comes within a tenth of it ends
+            and is replaced, and its rollout becomes ``error_infra``. No limit if None.
 
     Raises:
         ValueError: a setting out of range, or a callable that lives in ``__main__``.
@@ -60,14 +63,17 @@ class WorkerPool:
         env_timeout_s: float,
         start_timeout_s: float = 300.0,
         preload: tuple[str, ...] = (),
+        worker_memory_mib: int | None = None,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: must be at least 1")
         for name, value in (("env_timeout_s", env_timeout_s), ("start_timeout_s", start_timeout_s)):
             if not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0")
+        if worker_memory_mib is not None and worker_memory_mib < 1:
+            raise ValueError(f"worker_memory_mib={worker_memory_mib}: must be at least 1, or None")
         _check_temperature(temperature)
-        pickled = pickle.dumps((make_env, make_renderer, limits))
+        pickled = pickle.dumps((make_env, make_renderer, limits, worker_memory_mib))
         if b"__main__" in pickled:
             raise ValueError("make_env, make_renderer: not importable, they live in __main__")
         self.env_timeout_s = env_timeout_s

@@ -15,6 +15,7 @@ ROLLOUT = {
     "num_workers": Int(min=1),
     "env_timeout_s": Float(gt=0),
     "preload": ListOf(Str(), default=[]),
+    "worker_memory_mib": Int(min=1, default=None),
 }
 """The limits of a rollout and the workers that play it; see ``worker_pool``."""
 

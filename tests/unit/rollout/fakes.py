@@ -224,3 +224,15 @@ def look_inside(env: FakeEnv, renderer: HermesRenderer, item: Any) -> Any:
     if isinstance(item, float):
         time.sleep(item)
     return item, type(env).__name__, type(renderer).__name__
+
+
+_KEPT: list[bytes] = []
+
+
+def keep_mib(env: FakeEnv, renderer: HermesRenderer, item: int) -> int:
+    """Leak memory in a worker, and swallow its MemoryError as tau2 does: the pid, or -1."""
+    try:
+        _KEPT.append(b"x" * (item << 20))
+    except MemoryError:
+        return -1
+    return os.getpid()
