@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 
-from components.envs.base import Message, RewardChecker, Task, Trajectory
+from components.envs.base import Message, RewardChecker, Task, Trajectory, UserMaker
 from components.envs.refusals import refusal
 from components.envs.rewards import OfficialReward
 from components.envs.spaces import Text
@@ -49,7 +49,7 @@ class Tau2Env(gymnasium.Env):
         self,
         *,
         domain: str,
-        user: str | Callable[[Any], Any] = "scripted",
+        user: str | Callable[[Any], Any] | UserMaker = "scripted",
         paraphrases: str = "train",
         max_steps: int = 100,
         max_errors: int = 10,
@@ -66,9 +66,9 @@ class Tau2Env(gymnasium.Env):
             domain: ``"retail"``, ``"airline"``, ``"telecom"``, ``"mock"``...
             user: ``"scripted"``, or a callable that makes the user of an episode from its tau2
                 task: an object with ``reply(agent_text) -> str``, or one of tau2's own users (with
-                ``generate_next_message``, which may call the user's tools). Or an object with
-                ``make_user(task, environment)``, for a user who must know the tools of the episode:
-                :class:`components.envs.users_llm.LLMUser`.
+                ``generate_next_message``, which may call the user's tools). Or a
+                :class:`~components.envs.base.UserMaker`, e.g.
+                :class:`~components.envs.users_llm.LLMUser`, a language model.
             paraphrases: how the scripted user puts things: ``"train"``, or ``"held_out"``, a
                 disjoint set that training refuses. Has no effect on another user.
             max_steps: deliveries after which an episode is truncated, as the benchmark counts.
@@ -177,7 +177,7 @@ class Tau2Env(gymnasium.Env):
 
     def _make_user(self, official_task: Any, seed: int, environment: Any) -> Any:
         if hasattr(self._user, "make_user"):
-            return self._user.make_user(official_task, environment)
+            return self._user.make_user(official_task, environment)  # type: ignore[union-attr]
         if callable(self._user):
             return self._user(official_task)
         from components.envs.users import make_scripted_user

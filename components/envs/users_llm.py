@@ -12,8 +12,8 @@ A config names it as the user of the environment::
         retries: 3
         api_key_env: OPENAI_API_KEY
 
-Prompts, roles and tools are those of tau2's ``UserSimulator`` (``tau2/user/user_simulator.py``), and
-litellm talks to the endpoint. Retries and deadlines are ours: litellm, its OpenAI client and tau2
+Prompts, roles and tools are those of tau2's ``UserSimulator``
+(``tau2/user/user_simulator.py``), and litellm talks to the endpoint. Retries and deadlines are ours: litellm, its OpenAI client and tau2
 each retry by themselves, which multiplies, and none of the three keeps a deadline for the turn.
 """
 
@@ -25,7 +25,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
@@ -255,8 +255,8 @@ def _retry_after_s(error: Exception) -> float | None:
             moment = parsedate_to_datetime(value)
         except ValueError:
             return None
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        seconds = (moment - datetime.now(UTC)).total_seconds()
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+        seconds = (moment - datetime.now(timezone.utc)).total_seconds()
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
