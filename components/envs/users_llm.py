@@ -157,6 +157,8 @@ class LLMUser:
                 reason = f"{type(error).__name__}: {error}".replace(self.key(), "***")[:300]
                 status = getattr(error, "status_code", None)
                 asked_wait_s = _retry_after_s(error)
+                if status is None:
+                    reason = f"an answer that cannot be used: {reason}"
             if status in (401, 403):
                 raise UserError(self._refused_key(status)) from None
             if status is not None and 400 <= status < 500 and status not in (408, 409, 429):
@@ -244,7 +246,9 @@ def _check_whole(turn: Any) -> None:
 
 def _retry_after_s(error: Exception) -> float | None:
     """Seconds of a Retry-After header, given as a number or as a date (RFC 9110, 10.2.3)."""
-    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    # Where litellm is given a client, the response that it attaches to its error has no headers.
+    headers = getattr(error, "litellm_response_headers", None)
+    headers = headers or getattr(getattr(error, "response", None), "headers", None) or {}
     value = headers.get("retry-after")
     if value is None:
         return None

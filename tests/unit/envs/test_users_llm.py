@@ -17,7 +17,7 @@ from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task
 from components.envs.users_llm import LLMUser
 from components.rollout.agent_loop import Limits, run_episode
-from components.training.component import partial
+from components.training.component import check_component, partial
 from tests.unit.rollout.fakes import FakeEngine, make_renderer, spec
 
 SECRET = "sk-very-secret-0123456789"
@@ -138,7 +138,8 @@ def test_a_whole_episode_is_what_tau2s_own_user_asks_for(endpoint):
     rollout = play(endpoint, HELLO, STOP, temperature=0.25)
     assert rollout.status == "completed"
     assert rollout.reward == 0.0  # nothing was done: a score, since the user did its part
-    assert [m.content for m in rollout.messages if m.role == "user"][0] == "Hello, please help."
+    said = [m["content"] for m in rollout.messages if m["role"] == "user"]
+    assert said == ["Hello, please help.", "Thanks. ###STOP###"]
     assert len(endpoint.requests) == 2
     from tau2.user.user_simulator import UserSimulator
 
@@ -146,7 +147,9 @@ def test_a_whole_episode_is_what_tau2s_own_user_asks_for(endpoint):
     # mock's user has no tools in the benchmark either
     expected = UserSimulator(instructions=str(task.user_scenario), llm="m")
     for (path, body), roles in zip(
-        endpoint.requests, (["system", "user"], ["system", "user", "assistant", "user"]), strict=True
+        endpoint.requests,
+        (["system", "user"], ["system", "user", "assistant", "user"]),
+        strict=True,
     ):
         assert path == "/v1/chat/completions"
         assert body["model"] == "org/model"
@@ -176,7 +179,7 @@ def test_failures_that_pass_are_asked_again_and_leave_no_trace(endpoint):
         ((200, {}, answer(None)), "neither text nor calls"),
         ((200, {}, answer("I want to", finish="length")), "cut at the endpoint's limit"),
         ((200, {}, answer(calls=[("f", '{"a": ')])), "Expecting value"),
-        ((200, {}, '{"id": "x", "choices": []}'), "IndexError"),
+        ((200, {}, '{"id": "x", "choices": []}'), "an answer that cannot be used"),
         ((429, {}, "{}"), "RateLimitError"),
     ],
 )
@@ -254,7 +257,7 @@ def test_a_rate_limit_beyond_the_timeout_is_not_waited_for(endpoint):
 def test_retry_after_is_read_as_seconds_and_as_a_date():
     def read(value):
         headers = {} if value is None else {"retry-after": value}
-        return users_llm._retry_after_s(SimpleNamespace(response=SimpleNamespace(headers=headers)))
+        return users_llm._retry_after_s(SimpleNamespace(litellm_response_headers=headers))
 
     later = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=40), usegmt=True)
     assert read("2") == 2.0
@@ -306,13 +309,16 @@ def test_telecoms_user_acts_on_its_own_device(endpoint):
     assert [m.content for m in info["messages"]] == ["Done, it says airplane mode."]
     assert env.tau2_environment.user_tools.db.device.airplane_mode is not before
     first, _, last = (body for _, body in endpoint.requests)
-    assert {tool["function"]["name"] for tool in first["tools"]} == {t.name for t in data.user_tools}
+    assert {tool["function"]["name"] for tool in first["tools"]} == {
+        t.name for t in data.user_tools
+    }
     assert [m["role"] for m in last["messages"][-3:]] == ["assistant", "tool", "tool"]
     assert [c["function"]["name"] for c in last["messages"][-3]["tool_calls"]] == [
         "toggle_airplane_mode",
         "check_status_bar",
     ]
-    assert "Airplane" in last["messages"][-1]["content"]
+    status = env.tau2_environment.use_user_tool("check_status_bar")
+    assert last["messages"][-1]["content"] == status
 
 
 def test_users_without_tools_are_offered_none(endpoint):
@@ -333,6 +339,9 @@ def test_a_config_names_it(endpoint):
             "model": "m",
         },
     }
+    assert check_component(node, "env") == []
+    wrong = {**node, "user": {**node["user"], "retires": 3}}
+    assert "env.user.retires" in " ".join(check_component(wrong, "env"))
     env = pickle.loads(pickle.dumps(partial(node)))()
     _, info = env.reset(seed=1, options={"task_id": "create_task_1"})
     assert info["messages"][-1] == Message(role="user", content="Hello, please help.")
