@@ -13,8 +13,9 @@ A config names it as the user of the environment::
         api_key_env: OPENAI_API_KEY
 
 Prompts, roles and tools are those of tau2's ``UserSimulator``
-(``tau2/user/user_simulator.py``), and litellm talks to the endpoint. Retries and deadlines are ours: litellm, its OpenAI client and tau2
-each retry by themselves, which multiplies, and none of the three keeps a deadline for the turn.
+(``tau2/user/user_simulator.py``), and litellm talks to the endpoint. Retries and deadlines are
+ours: litellm, its OpenAI client and tau2 each retry by themselves, which multiplies, and none of
+the three keeps a deadline for the turn.
 """
 
 from __future__ import annotations
