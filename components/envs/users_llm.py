@@ -50,7 +50,7 @@ class LLMUser:
         *,
         base_url: str,
         model: str,
-        temperature: float = 0.0,
+        temperature: float | None = 0.0,
         timeout_s: float = 60.0,
         retries: int = 3,
         api_key_env: str | None = None,
@@ -60,8 +60,8 @@ class LLMUser:
         Args:
             base_url: of the endpoint, e.g. ``http://127.0.0.1:8000/v1``.
             model: the endpoint's name of the model, without litellm's prefix of a provider.
-            temperature: of the sampling. The seed of the episode is sent too; whether the endpoint
-                keeps to it is its own affair.
+            temperature: of the sampling; None leaves it to the endpoint (some models refuse it).
+                The seed of the episode is sent too; whether the endpoint keeps to it is its affair.
             timeout_s: most seconds for one turn of the user, its retries and waits included. As
                 with tools, an answer that trickles is cut in the main thread only; elsewhere this
                 bounds the time between two pieces of it.
@@ -81,15 +81,15 @@ class LLMUser:
             raise ValueError("base_url: no user, password or query; name the key in api_key_env")
         if not isinstance(model, str) or not model.strip():
             raise ValueError(f"model: {model!r} must be the endpoint's name of a model")
-        if not (_is_number(temperature) and temperature >= 0):
-            raise ValueError(f"temperature: {temperature!r} must be a finite number from 0")
+        if temperature is not None and not (_is_number(temperature) and temperature >= 0):
+            raise ValueError(f"temperature: {temperature!r} must be null or a finite number from 0")
         if not (_is_number(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s: {timeout_s!r} must be a finite number above 0")
         if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
             raise ValueError(f"retries: {retries!r} must be a whole number from 0")
         self.base_url = base_url.rstrip("/")
         self.model = model
-        self.temperature = float(temperature)
+        self.temperature = temperature
         self.timeout_s = float(timeout_s)
         self.retries = retries
         self.api_key_env = api_key_env
@@ -196,13 +196,17 @@ def _user_class() -> type:
         """tau2's user with our deadline and retries."""
 
         def __init__(self, settings: LLMUser, *, tools: Any, instructions: str) -> None:
-            # The prefix tells litellm to speak OpenAI's protocol and is not sent.
+            # The prefix, which is not sent, stands for any endpoint of that protocol. Under
+            # "openai/" litellm goes by the model's name: it drops the temperature of "gpt-5" and
+            # sends "gpt-5.4" to another API.
             super().__init__(
                 tools=tools,
                 instructions=instructions,  # type: ignore[arg-type]  # as tau2's own runner does
-                llm=f"openai/{settings.model}",
-                llm_args={"temperature": settings.temperature, "num_retries": 0, "max_retries": 0},
+                llm=f"custom_openai/{settings.model}",
+                llm_args={"num_retries": 0, "max_retries": 0},
             )
+            if settings.temperature is not None:
+                self.llm_args["temperature"] = settings.temperature
             self.settings = settings
 
         def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:

@@ -1,137 +1,15 @@
-"""The language model as user, against a local endpoint that misbehaves as told."""
+"""The language model as user: what it is asked, what it may do, what its settings refuse."""
 
-import json
 import pickle
-import threading
-import time
-from datetime import datetime, timedelta, timezone
-from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
 
-from components.envs import users_llm
-from components.envs.base import Message, ToolCall, UserError
+from components.envs.base import Message, ToolCall
 from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task
 from components.envs.users_llm import LLMUser
-from components.rollout.agent_loop import Limits, run_episode
 from components.training.component import check_component, partial
-from tests.unit.rollout.fakes import FakeEngine, make_renderer, spec
-
-SECRET = "sk-very-secret-0123456789"
-LIMITS = Limits(max_turns=4, max_turn_tokens=200, max_tokens=40_000, max_refused=1)
-
-
-def answer(content=None, *, calls=(), finish="stop"):
-    """The body of a sound chat completion."""
-    tool_calls = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for i, (name, arguments) in enumerate(calls)
-    ]
-    message = {"role": "assistant", "content": content}
-    if tool_calls:
-        message["tool_calls"] = tool_calls
-    return json.dumps(
-        {
-            "id": "x",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "m",
-            "choices": [{"index": 0, "finish_reason": finish, "message": message}],
-            "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
-        }
-    )
-
-
-HELLO = (200, {}, answer("Hello, please help."))
-STOP = (200, {}, answer("Thanks. ###STOP###"))
-
-
-class Endpoint(ThreadingHTTPServer):
-    """Answers the n-th request with the n-th (status, headers, body) of a script.
-
-    A body may be a callable that writes to the connection by itself.
-    """
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.script, self.requests, self.times, self.keys = [], [], [], []
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Endpoint
-
-    def do_POST(self):
-        self.server.times.append(time.monotonic())
-        self.server.keys.append(self.headers["Authorization"])
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append((self.path, json.loads(body)))
-        status, headers, body = self.server.script.pop(0)
-        text = b"x" * 1000 if callable(body) else body.encode()
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        try:
-            if callable(body):
-                body(self.wfile)
-            else:
-                self.wfile.write(text)
-        except OSError:
-            pass  # the client has hung up
-
-    def log_message(self, format, *args):
-        pass
-
-
-@pytest.fixture
-def endpoint(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(users_llm, "FIRST_WAIT_S", 0.01)
-    server = Endpoint()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-    users_llm._client.cache_clear()
-
-
-def llm_user(endpoint, **settings):
-    return LLMUser(**{"base_url": endpoint.url, "model": "org/model", "timeout_s": 5.0} | settings)
-
-
-def play(endpoint, *script, turns=("Anything else?",), **settings):
-    """One episode of mock's first task with the agent's texts, as a rollout."""
-    endpoint.script = list(script)
-    env = Tau2Env(domain="mock", user=llm_user(endpoint, **settings))
-    order = spec("create_task_1")
-    engine = FakeEngine({order.rollout_id: turns})
-    loop = run_episode(env, make_renderer(), order, limits=LIMITS, temperature=1.0)
-    try:
-        request = next(loop)
-        while True:
-            request = loop.send(engine.generate([request])[0])
-    except StopIteration as stop:
-        return stop.value
-
-
-def lost(rollout):
-    """The error of a rollout that its user lost: no reward."""
-    assert rollout.status == "error_user"
-    assert rollout.reward is None
-    return rollout.error
+from tests.unit.envs.endpoint import HELLO, SECRET, STOP, answer, llm_user, play
 
 
 def test_a_whole_episode_is_what_tau2s_own_user_asks_for(endpoint):
@@ -159,136 +37,17 @@ def test_a_whole_episode_is_what_tau2s_own_user_asks_for(endpoint):
     assert endpoint.requests[1][1]["messages"][3]["content"] == "Anything else?"
 
 
-def test_failures_that_pass_are_asked_again_and_leave_no_trace(endpoint):
-    broken = (500, {}, "oops")
-    rollout = play(endpoint, HELLO, broken, (200, {}, HELLO[2][:70]), (200, {}, answer("")), STOP)
-    assert rollout.status == "completed"
-    assert len(endpoint.requests) == 5
-    bodies = [body for _, body in endpoint.requests]
-    assert bodies[1] == bodies[2] == bodies[3] == bodies[4]
+@pytest.mark.parametrize("model", ["gpt-5.4", "o3", "openai/gpt-oss-20b"])
+def test_the_models_name_changes_nothing(endpoint, model):
+    assert play(endpoint, HELLO, STOP, model=model, temperature=0.5).status == "completed"
+    for path, body in endpoint.requests:
+        assert path == "/v1/chat/completions"
+        assert (body["model"], body["temperature"], body["seed"]) == (model, 0.5, 5)
 
 
-@pytest.mark.parametrize(
-    ("reply", "text"),
-    [
-        ((500, {}, "oops"), "InternalServerError"),
-        ((503, {}, "{}"), "ServiceUnavailableError"),
-        ((200, {}, HELLO[2][:70]), "Unterminated string"),
-        ((200, {}, ""), "Expecting value"),
-        ((200, {}, answer("")), "neither text nor calls"),
-        ((200, {}, answer(None)), "neither text nor calls"),
-        ((200, {}, answer("I want to", finish="length")), "cut at the endpoint's limit"),
-        ((200, {}, answer(calls=[("f", '{"a": ')])), "Expecting value"),
-        ((200, {}, '{"id": "x", "choices": []}'), "an answer that cannot be used"),
-        ((429, {}, "{}"), "RateLimitError"),
-    ],
-)
-def test_failures_that_stay_use_up_the_retries(endpoint, reply, text):
-    error = lost(play(endpoint, *[reply] * 9, retries=2))
-    assert len(endpoint.requests) == 3
-    assert "failed 3 times (retries=2)" in error
-    assert text in error
-
-
-def test_a_user_that_fails_late_costs_the_reward_too(endpoint):
-    error = lost(play(endpoint, HELLO, (500, {}, ""), retries=0))
-    assert "failed 1 times (retries=0)" in error
-    assert len(endpoint.requests) == 2
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_key_is_named_and_not_shown(endpoint, monkeypatch, status):
-    monkeypatch.setenv("MY_KEY", SECRET)
-    body = json.dumps({"error": {"message": f"bad key {SECRET}"}})
-    error = lost(play(endpoint, (status, {}, body), api_key_env="MY_KEY"))
-    assert len(endpoint.requests) == 1
-    assert endpoint.keys == [f"Bearer {SECRET}"]
-    assert "api_key_env" in error
-    assert f"refused the key with {status} (it came from MY_KEY)" in error
-    assert SECRET not in error
-
-
-def test_the_key_is_in_no_message_pickle_or_log(endpoint, monkeypatch, caplog, capfd):
-    monkeypatch.setenv("MY_KEY", SECRET)
-    user = llm_user(endpoint, api_key_env="MY_KEY", retries=1)
-    assert SECRET.encode() not in pickle.dumps(user)
-    echo = json.dumps({"error": {"message": f"bad header Bearer {SECRET}"}})
-    with caplog.at_level("DEBUG"):
-        for reply, found in (((500, {}, echo), "failed 2 times"), ((400, {}, echo), "status 400")):
-            error = lost(play(endpoint, reply, reply, api_key_env="MY_KEY", retries=1))
-            assert found in error
-            assert SECRET not in error
-    assert set(endpoint.keys) == {f"Bearer {SECRET}"}
-    assert SECRET not in caplog.text + "".join(capfd.readouterr())
-
-
-def test_a_wrong_model_is_not_asked_for_again(endpoint):
-    body = json.dumps({"error": {"message": "The model does not exist."}})
-    error = lost(play(endpoint, (404, {}, body)))
-    assert len(endpoint.requests) == 1
-    assert "'org/model' with status 404" in error
-    assert "does not exist" in error
-
-
-def test_no_endpoint_at_all(endpoint):
-    endpoint.server_close()  # nobody listens there
-    error = lost(play(endpoint, retries=1))
-    assert f"base_url {endpoint.url} failed 2 times" in error
-
-
-def test_a_rate_limit_is_waited_for_and_takes_no_retry(endpoint):
-    limit = (429, {"Retry-After": "0.3"}, "{}")
-    rollout = play(endpoint, limit, limit, HELLO, STOP, retries=0)
-    assert rollout.status == "completed"
-    assert len(endpoint.requests) == 4
-    for first, second in ((0, 1), (1, 2)):
-        assert endpoint.times[second] - endpoint.times[first] >= 0.3
-
-
-def test_a_rate_limit_beyond_the_timeout_is_not_waited_for(endpoint):
-    start = time.monotonic()
-    error = lost(play(endpoint, (429, {"Retry-After": "60"}, "{}"), timeout_s=4.0))
-    assert time.monotonic() - start < 3.5
-    assert len(endpoint.requests) == 1
-    assert "timeout_s=4" in error
-    assert "RateLimitError" in error
-
-
-def test_retry_after_is_read_as_seconds_and_as_a_date():
-    def read(value):
-        headers = {} if value is None else {"retry-after": value}
-        return users_llm._retry_after_s(SimpleNamespace(litellm_response_headers=headers))
-
-    later = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=40), usegmt=True)
-    assert read("2") == 2.0
-    assert 38 < read(later) <= 40
-    assert read("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-    assert [read(value) for value in ("soon", "nan", "inf", None)] == [None] * 4
-    assert users_llm._retry_after_s(ValueError()) is None
-
-
-def trickle(connection):
-    for _ in range(100):
-        connection.write(b" ")
-        connection.flush()
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("slow", [lambda connection: time.sleep(2), trickle])
-def test_a_slow_answer_ends_at_the_timeout(endpoint, slow):
-    endpoint.script = [(200, {}, slow)]
-    env = Tau2Env(domain="mock", user=llm_user(endpoint, timeout_s=0.5))
-    domain_data("mock")
-    start = time.monotonic()
-    with pytest.raises(UserError, match=r"timeout_s=0\.5"):
-        env.reset(seed=1, options={"task_id": "create_task_1"})
-    assert 0.4 < time.monotonic() - start < 1.5
-    assert len(endpoint.requests) == 1
-
-
-def test_slow_counts_as_lost(endpoint):
-    error = lost(play(endpoint, HELLO, (200, {}, lambda c: time.sleep(1)), timeout_s=0.5))
-    assert "timeout_s=0.5" in error
+def test_temperature_can_be_left_to_the_endpoint(endpoint):
+    assert play(endpoint, HELLO, STOP, temperature=None).status == "completed"
+    assert "temperature" not in endpoint.requests[0][1]
 
 
 def test_telecoms_user_acts_on_its_own_device(endpoint):
