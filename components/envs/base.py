@@ -117,6 +117,19 @@ class ActingUserSimulator(Protocol):
         ...
 
 
+class UserMaker(Protocol):
+    """Makes the user of each episode where the user must know the episode's environment."""
+
+    def make_user(self, task: Any, environment: Any) -> Any:
+        """The user of one episode.
+
+        Args:
+            task: the benchmark's own task.
+            environment: the benchmark's own environment of the episode. Do not change it.
+        """
+        ...
+
+
 class RewardChecker(Protocol):
     """Scores an ended trajectory. Swap it to change the training reward."""
 

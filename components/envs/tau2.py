@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 
-from components.envs.base import Message, RewardChecker, Task, Trajectory
+from components.envs.base import Message, RewardChecker, Task, Trajectory, UserMaker
 from components.envs.refusals import refusal
 from components.envs.rewards import OfficialReward
 from components.envs.spaces import Text
@@ -49,7 +49,7 @@ class Tau2Env(gymnasium.Env):
         self,
         *,
         domain: str,
-        user: str | Callable[[Any], Any] = "scripted",
+        user: str | Callable[[Any], Any] | UserMaker = "scripted",
         paraphrases: str = "train",
         max_steps: int = 100,
         max_errors: int = 10,
@@ -66,7 +66,9 @@ class Tau2Env(gymnasium.Env):
             domain: ``"retail"``, ``"airline"``, ``"telecom"``, ``"mock"``...
             user: ``"scripted"``, or a callable that makes the user of an episode from its tau2
                 task: an object with ``reply(agent_text) -> str``, or one of tau2's own users (with
-                ``generate_next_message``, which may call the user's tools).
+                ``generate_next_message``, which may call the user's tools). Or a
+                :class:`~components.envs.base.UserMaker`, e.g.
+                :class:`~components.envs.users_llm.LLMUser`, a language model.
             paraphrases: how the scripted user puts things: ``"train"``, or ``"held_out"``, a
                 disjoint set that training refuses. Has no effect on another user.
             max_steps: deliveries after which an episode is truncated, as the benchmark counts.
@@ -84,7 +86,7 @@ class Tau2Env(gymnasium.Env):
         Raises:
             ValueError: for an unknown domain, or a setting out of range.
         """
-        if user != "scripted" and not callable(user):
+        if user != "scripted" and not callable(user) and not hasattr(user, "make_user"):
             raise ValueError(f"user: {user!r} is neither 'scripted' nor a callable (task) -> user")
         if checker is not None and not callable(checker):
             raise ValueError(f"checker: {checker!r} is not a callable (trajectory) -> Reward")
@@ -154,11 +156,12 @@ class Tau2Env(gymnasium.Env):
         self._task = Task(id=task_id, domain=self.domain, split=split_of(self.domain, task_id))
         user_seed = int(self.np_random.integers(2**31)) if seed is None else seed % 2**31
         data = domain_data(self.domain)
+        environment = data.build(solo_mode=self._solo)
         self._run = OfficialRun(
             domain=self.domain,
-            environment=data.build(solo_mode=self._solo),
+            environment=environment,
             task=official_task,
-            user=None if self._solo else self._make_user(official_task, user_seed),
+            user=None if self._solo else self._make_user(official_task, user_seed, environment),
             seed=user_seed,
             max_steps=self._max_steps,
             max_errors=self._max_errors,
@@ -172,7 +175,9 @@ class Tau2Env(gymnasium.Env):
         info |= {"system_prompt": prompt, "tools": tools, "task": self._task}
         return observation, info
 
-    def _make_user(self, official_task: Any, seed: int) -> Any:
+    def _make_user(self, official_task: Any, seed: int, environment: Any) -> Any:
+        if hasattr(self._user, "make_user"):
+            return self._user.make_user(official_task, environment)  # type: ignore[union-attr]
         if callable(self._user):
             return self._user(official_task)
         from components.envs.users import make_scripted_user
