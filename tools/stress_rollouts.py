@@ -127,6 +127,10 @@ def stress(settings: Settings) -> dict[str, Any]:
         seconds = time.monotonic() - start
         hung = one_hung_of_eight(partial(open_pool, num_workers=8), script, specs[:8])
         after = census()
+        patience = time.monotonic() + 5.0  # the forkserver reaps its last child when it gets to it
+        while after != before and time.monotonic() < patience:
+            time.sleep(0.1)
+            after = census()
     problems = wrong_ends(specs, rollouts, finished, plan) + differences(expected, rollouts, plan)
     problems += [
         f"{name}: {before[name]} before, {after[name]} after"

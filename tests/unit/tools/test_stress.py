@@ -27,6 +27,7 @@ SMALL = Settings(
 )
 
 
+@pytest.mark.slow
 def test_every_fault_ends_its_own_episode_only():
     plan = draw_faults(make_specs(SMALL), SMALL.rate)
     assert set(plan.values()) == set(FAULTS)
