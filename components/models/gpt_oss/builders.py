@@ -11,8 +11,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -124,100 +126,45 @@ def lora_gpt_oss(
     return model
 
 
-def gpt_oss_20b(
-    model_dir: str | Path,
-    *,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    experts: str = "auto",
-    checkpoint_activations: bool = False,
-) -> PolicyModel:
-    """Load a gpt-oss-20b (20.9 B parameters, 3.6 B of them used per token); see :func:`gpt_oss`."""
-    _check_size(model_dir, GPT_OSS_20B, builder="gpt_oss_20b")
-    return gpt_oss(
-        model_dir,
-        dtype=dtype,
-        backend=backend,
-        experts=experts,
-        checkpoint_activations=checkpoint_activations,
-    )
+def _of_size(
+    builder: Callable[..., PolicyModel], wanted: GptOssConfig, *, name: str, doc: str
+) -> Callable[..., PolicyModel]:
+    """A builder with the same arguments that refuses a directory of another size."""
+
+    @functools.wraps(builder)
+    def build_size(model_dir: str | Path, **settings: Any) -> PolicyModel:
+        _check_size(model_dir, wanted, builder=name)
+        return builder(model_dir, **settings)
+
+    build_size.__name__ = build_size.__qualname__ = name
+    build_size.__doc__ = doc
+    return build_size
 
 
-def gpt_oss_120b(
-    model_dir: str | Path,
-    *,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    experts: str = "auto",
-    checkpoint_activations: bool = False,
-) -> PolicyModel:
-    """Load a gpt-oss-120b (116.8 B parameters, 5.1 B used per token); see :func:`gpt_oss`."""
-    _check_size(model_dir, GPT_OSS_120B, builder="gpt_oss_120b")
-    return gpt_oss(
-        model_dir,
-        dtype=dtype,
-        backend=backend,
-        experts=experts,
-        checkpoint_activations=checkpoint_activations,
-    )
-
-
-def lora_gpt_oss_20b(
-    model_dir: str | Path,
-    *,
-    dtype: torch.dtype,
-    lora_rank: int,
-    lora_alpha: float,
-    lora_modules: Sequence[str],
-    lora_dtype: torch.dtype = torch.float32,
-    train_sinks: bool = False,
-    backend: str = "auto",
-    experts: str = "auto",
-    checkpoint_activations: bool = False,
-) -> PolicyModel:
-    """Load a frozen gpt-oss-20b with adapters to train; see :func:`lora_gpt_oss`."""
-    _check_size(model_dir, GPT_OSS_20B, builder="lora_gpt_oss_20b")
-    return lora_gpt_oss(
-        model_dir,
-        dtype=dtype,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_modules=lora_modules,
-        lora_dtype=lora_dtype,
-        train_sinks=train_sinks,
-        backend=backend,
-        experts=experts,
-        checkpoint_activations=checkpoint_activations,
-    )
-
-
-def lora_gpt_oss_120b(
-    model_dir: str | Path,
-    *,
-    dtype: torch.dtype,
-    lora_rank: int,
-    lora_alpha: float,
-    lora_modules: Sequence[str],
-    lora_dtype: torch.dtype = torch.float32,
-    train_sinks: bool = False,
-    backend: str = "auto",
-    experts: str = "auto",
-    checkpoint_activations: bool = False,
-) -> PolicyModel:
-    """Load a frozen gpt-oss-120b with adapters to train; see :func:`lora_gpt_oss`."""
-    _check_size(model_dir, GPT_OSS_120B, builder="lora_gpt_oss_120b")
-    return lora_gpt_oss(
-        model_dir,
-        dtype=dtype,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_modules=lora_modules,
-        lora_dtype=lora_dtype,
-        train_sinks=train_sinks,
-        backend=backend,
-        experts=experts,
-        checkpoint_activations=checkpoint_activations,
-    )
+gpt_oss_20b = _of_size(
+    gpt_oss,
+    GPT_OSS_20B,
+    name="gpt_oss_20b",
+    doc="Load a gpt-oss-20b (20.9 B parameters, 3.6 B used per token); see :func:`gpt_oss`.",
+)
+gpt_oss_120b = _of_size(
+    gpt_oss,
+    GPT_OSS_120B,
+    name="gpt_oss_120b",
+    doc="Load a gpt-oss-120b (116.8 B parameters, 5.1 B used per token); see :func:`gpt_oss`.",
+)
+lora_gpt_oss_20b = _of_size(
+    lora_gpt_oss,
+    GPT_OSS_20B,
+    name="lora_gpt_oss_20b",
+    doc="Load a frozen gpt-oss-20b with adapters to train; see :func:`lora_gpt_oss`.",
+)
+lora_gpt_oss_120b = _of_size(
+    lora_gpt_oss,
+    GPT_OSS_120B,
+    name="lora_gpt_oss_120b",
+    doc="Load a frozen gpt-oss-120b with adapters to train; see :func:`lora_gpt_oss`.",
+)
 
 
 def _check_size(model_dir: str | Path, wanted: GptOssConfig, *, builder: str) -> None:
