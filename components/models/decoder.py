@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from components.attention.plan import MaskPlan
+from components.attention.sink_attention import prepare
+
 Head = Callable[[Tensor, Tensor], Any]
 
 
@@ -137,6 +140,8 @@ class PolicyModel(nn.Module):
             )
         if not torch.compiler.is_compiling():
             self._check_positions(input_pos)
+            if isinstance(mask, MaskPlan):
+                prepare(self, mask, device=tokens.device)  # the layers may be compiled
         hidden = self.tok_embeddings(tokens)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for layer in self.layers:

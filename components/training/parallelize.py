@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.models.decoder import PolicyModel
+from components.training.compiled import Compile, compile_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,11 @@ def shard(model: PolicyModel, world: World, *, dtype: torch.dtype) -> None:
 
 
 def build_policy(
-    make_model: Callable[..., PolicyModel], world: World, *, dtype: torch.dtype
+    make_model: Callable[..., PolicyModel],
+    world: World,
+    *,
+    dtype: torch.dtype,
+    compile: Compile = False,
 ) -> tuple[PolicyModel, PolicyModel]:
     """The trainer's model and the one that the policy engine samples from.
 
@@ -122,12 +127,15 @@ def build_policy(
         make_model: ``make_model(dtype=...)`` builds the model on the CPU.
         world: this process among its peers.
         dtype: of the computation.
+        compile: the layers of the trainer's model; see :func:`compile_layers`.
     """
     if world.size == 1:
         model = make_model(dtype=dtype).to(world.device)
+        compile_layers(model, compile=compile, device=world.device)
         return model, model
     engine_model = make_model(dtype=dtype).to(world.device).requires_grad_(False)
     model = make_model(dtype=torch.float32).to(world.device)
+    compile_layers(model, compile=compile, device=world.device)
     shard(model, world, dtype=dtype)
     return model, engine_model
 

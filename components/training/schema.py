@@ -128,7 +128,8 @@ class OneOf(Field):
     def __init__(self, *values: Any, default: Any = REQUIRED) -> None:
         super().__init__(default=default)
         self.values = values
-        self.allowed = "one of " + ", ".join(map(str, values))
+        named = (str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+        self.allowed = "one of " + ", ".join(named)
 
     def _accepts(self, value: Any) -> bool:
         # True == 1 in Python, but not in a config.
