@@ -143,8 +143,8 @@ class Guards:
         """Look at a finished step.
 
         Args:
-            metrics: with ``reward/mean``, the mean training reward; a step whose rollouts all failed
-            has none, and does not count.
+            metrics: with ``reward/mean``, the mean training reward; a step whose rollouts all
+                failed has none, and does not count.
 
         Raises:
             GuardStop: the reward was flat for too long and the action is ``stop``.

@@ -82,7 +82,8 @@ def init_world(device: str) -> World:
         target = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(target)
     if size > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        # gloo for shards that are offloaded to the host: nccl takes no CPU tensors.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     return World(rank=rank, size=size, device=target)
 
 
@@ -92,22 +93,69 @@ def leave_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-def shard(model: PolicyModel, world: World, *, dtype: torch.dtype) -> None:
-    """Shard a model over all ranks with FSDP2: each layer, then the root. In place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How several ranks hold the trainer's model; alone nothing is sharded."""
+
+    shard_size: int | None = None
+    """Ranks over which the weights are sharded, a divisor of their number; every further such group
+    holds a copy, and gradients are averaged over the copies (HSDP: shard within a node, copy across
+    nodes). None: over all ranks."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and the optimizer's state in the host's memory (CUDA only)."""
+
+    def check(self, world: World) -> None:
+        """Raise where it does not fit the ranks.
+
+        Raises:
+            ValueError: naming the setting, its value and what is allowed.
+        """
+        if self.shard_size is not None and world.size % self.shard_size:
+            raise ValueError(
+                f"sharding.shard_size = {self.shard_size}: must divide the number of ranks, "
+                f"{world.size} (--nproc_per_node times the number of nodes)"
+            )
+        if self.cpu_offload and world.device.type != "cuda":
+            raise ValueError(
+                "sharding.cpu_offload = true: needs device cuda; on a CPU the weights are in the "
+                "host's memory already"
+            )
+        if self.cpu_offload and world.size == 1:
+            raise ValueError(
+                "sharding.cpu_offload = true: needs FSDP2, so at least 2 ranks; set it to false"
+            )
+
+
+def shard(
+    model: PolicyModel, world: World, *, dtype: torch.dtype, sharding: Sharding = Sharding()
+) -> None:
+    """Shard a model with FSDP2: each layer, then the root. In place.
 
     Parameters stay fp32 shards, cast to ``dtype`` for compute; gradients are reduced in fp32.
     FSDP2 averages gradients over ranks: the caller multiplies its loss by ``world.size``.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    width = sharding.shard_size or world.size
+    shape, names = (world.size // width, width), ("replicate", "shard")
+    if width == world.size:
+        shape, names = shape[1:], names[1:]
+    settings = {
+        "mesh": init_device_mesh(world.device.type, shape, mesh_dim_names=names),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
+    }
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, **settings)
     # By default the root stays gathered after its forward, and weights written into the shards
     # (a reference swapped in) would not be seen by the next one.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True, **settings)
 
 
 def build_policy(
@@ -116,6 +164,7 @@ def build_policy(
     *,
     dtype: torch.dtype,
     compile: Compile = False,
+    sharding: Sharding = Sharding(),
 ) -> tuple[PolicyModel, PolicyModel]:
     """The trainer's model and the one that the policy engine samples from.
 
@@ -128,7 +177,12 @@ def build_policy(
         world: this process among its peers.
         dtype: of the computation.
         compile: the layers of the trainer's model; see :func:`compile_layers`.
+        sharding: over several ranks.
+
+    Raises:
+        ValueError: a sharding that does not fit, or no compiler where one is asked for.
     """
+    sharding.check(world)
     if world.size == 1:
         model = make_model(dtype=dtype).to(world.device)
         compile_layers(model, compile=compile, device=world.device)
@@ -136,7 +190,7 @@ def build_policy(
     engine_model = make_model(dtype=dtype).to(world.device).requires_grad_(False)
     model = make_model(dtype=torch.float32).to(world.device)
     compile_layers(model, compile=compile, device=world.device)
-    shard(model, world, dtype=dtype)
+    shard(model, world, dtype=dtype, sharding=sharding)
     return model, engine_model
 
 
