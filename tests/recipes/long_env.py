@@ -15,13 +15,13 @@ import gymnasium
 
 from components.envs.base import Message, Reward, Task, ToolCall, ToolSpec, Trajectory
 
-WORDS = tuple(
-    " account address agent amount answer arrival balance bill box branch brand cable card carrier "
-    "case change claim client code colour copy cost credit date day delay delivery desk detail "
-    "discount door email error exchange fee file form gift goods group house invoice item label "
-    "lamp letter line list month name note number office order page paper parcel part payment phone "
-    "place plan price proof".split()
-)
+_WORDS = """
+account address agent amount answer arrival balance bill box branch brand cable card carrier case
+change claim client code colour copy cost credit date day delay delivery desk detail discount door
+email error exchange fee file form gift goods group house invoice item label lamp letter line list
+month name note number office order page paper parcel part payment phone place plan price proof
+"""
+WORDS = tuple(_WORDS.split())
 """64 of them; the tokenizer of ``long_model`` has one id for each, with the space before it."""
 READ_PAGE = ToolSpec(
     name="read_page",
@@ -81,7 +81,9 @@ class ArchiveEnv(gymnasium.Env):
         page = call.arguments.get("page")
         if call.name != READ_PAGE.name or not isinstance(page, int) or not 0 <= page <= 9:
             self.num_errors += 1
-            return Message(role="tool", content="Error: no such page", tool_call_id=call.id, error=True)
+            return Message(
+                role="tool", content="Error: no such page", tool_call_id=call.id, error=True
+            )
         self.num_read += 1
         text = "".join(f" {word}" for word in self.words.choices(WORDS, k=self.words_per_page))
         return Message(role="tool", content=f"{page}:{text}", tool_call_id=call.id)

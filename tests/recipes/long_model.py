@@ -61,8 +61,12 @@ def write(directory: Path) -> Path:
 
     tensors = _weights(
         tokenizer.get_vocab_size(),
-        chain=[[token("assistant\n")], [token(CALL)], [token(d) for d in "0123456789"]]
-        + [[token(NOTE)]],
+        chain=[
+            [token("assistant\n")],
+            [token(CALL)],
+            [token(digit) for digit in "0123456789"],
+            [token(NOTE)],
+        ],
         words=[token(f" {word}") for word in WORDS],
         close=token(CLOSE),
         end=SPECIAL.index("<|im_end|>"),

@@ -12,18 +12,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch.profiler import ProfilerActivity, profile
 
 from components.rollout.recorder import Recorder
 from components.training.config import load_config, validate
 from recipes.grpo_agentic import SCHEMA, GRPOAgentic, check
+from tests.memory import peak_bytes
 from tests.recipes import long_model
 
 NUM_CALLS, WORDS_PER_PAGE, GROUP_SIZE = 120, 220, 2
@@ -101,28 +100,12 @@ class MeasuredRun(GRPOAgentic):
         return {name: round(1000 * seconds, 2) for name, seconds in pair.items()}
 
     def _update(self, items: Any) -> Any:
-        with allocations() as allocated:
-            metrics, probe = super()._update(items)
-        assert probe is not None
+        done = []
+        peak = peak_bytes(lambda: done.append(super(MeasuredRun, self)._update(items)))
+        (metrics, probe) = done[0]
         self.report["row_tokens"] = len(probe[0].tokens)
-        self.report["update_peak_mib"] = round(allocated[0] / 2**20, 1)
+        self.report["update_peak_mib"] = round(peak / 2**20, 1)
         return metrics, probe
-
-
-@contextmanager
-def allocations() -> Iterator[list[int]]:
-    """Peak bytes that the CPU allocator gave out inside, kernel buffers included, as one entry."""
-    peak: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
-        yield peak
-    assert watch.profiler is not None
-    events = watch.profiler.kineto_results.events()
-    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    total = most = 0
-    for _, size in memory:
-        total += size
-        most = max(most, total)
-    peak.append(most)
 
 
 def main(output_dir: Path) -> None:
