@@ -72,15 +72,15 @@ class MeasuredRun(GRPOAgentic):
     def __init__(self, cfg: DictConfig) -> None:
         super().__init__(cfg)
         self.report: dict[str, Any] = {}
-        self._calls: list[tuple[float, float]] = []
+        self._calls: list[tuple[float, float, float]] = []  # begin, end, CPU time of the process
 
     def _play(self, *args: Any, **kwargs: Any) -> list:
         generate = self.engine.generate
 
         def timed(requests: Sequence[Any]) -> list:
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             results = generate(requests)
-            self._calls.append((begin, time.perf_counter()))
+            self._calls.append((begin, time.perf_counter(), time.process_time() - used))
             self.report["cache_mib"] = round(self.engine.cache_bytes() / 2**20, 1)
             return results
 
@@ -92,9 +92,9 @@ class MeasuredRun(GRPOAgentic):
         return rollouts
 
     def _turn_ms(self, turn: int) -> dict[str, float]:
-        """Of one round, which is a turn of every rollout: the engine, and all the rest."""
+        """Of a round, a turn of every rollout: CPU time in the engine, wall time outside it."""
         around = range(turn - AROUND, turn + AROUND + 1)
-        engine = [self._calls[i][1] - self._calls[i][0] for i in around]
+        engine = [self._calls[i][2] for i in around]
         host = [self._calls[i][0] - self._calls[i - 1][1] for i in around]
         pair = {"engine": statistics.median(engine), "host": statistics.median(host)}
         return {name: round(1000 * seconds, 2) for name, seconds in pair.items()}
