@@ -83,7 +83,7 @@ def test_a_late_turn_costs_the_host_little_more_than_an_early_one(tmp_path):
     """CPU time outside the engine: parse, act, render, append, and the way through the pipe.
 
     The context is copied and sent with each turn, so turn 110 takes about 2.6 times as long as
-    turn 10; rendering or reading all that came before would take 8 times as long.
+    turn 10; rendering all that came before would take 8 times as long, decoding it 5 times.
     """
     directory = long_model.write(tmp_path / "model")
     times = [host_times(HermesRenderer(directory)) for _ in range(3)]
