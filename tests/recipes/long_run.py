@@ -3,7 +3,8 @@
     python -m tests.recipes.long_run OUTPUT_DIR
 
 Plays, packs and trains with the recipe as it is, on the CPU in fp32, and prints a report as JSON
-(``OUTPUT_DIR/report.json``). The whole ledgers are in ``OUTPUT_DIR/ledgers.jsonl``.
+(``OUTPUT_DIR/report.json``). The whole ledgers are in
+``OUTPUT_DIR/run/ledgers.jsonl``.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class MeasuredRun(GRPOAgentic):
     def _update(self, items: Any) -> Any:
         done = []
         peak = peak_bytes(lambda: done.append(super(MeasuredRun, self)._update(items)))
-        (metrics, probe) = done[0]
+        metrics, probe = done[0]
         self.report["row_tokens"] = len(probe[0].tokens)
         self.report["update_peak_mib"] = round(peak / 2**20, 1)
         return metrics, probe
