@@ -3,8 +3,7 @@
     python -m tests.recipes.long_run OUTPUT_DIR
 
 Plays, packs and trains with the recipe as it is, on the CPU in fp32, and prints a report as JSON
-(``OUTPUT_DIR/report.json``). The whole ledgers are in
-``OUTPUT_DIR/run/ledgers.jsonl``.
+(``OUTPUT_DIR/report.json``). The whole ledgers are in ``OUTPUT_DIR/run/ledgers.jsonl``.
 """
 
 from __future__ import annotations
