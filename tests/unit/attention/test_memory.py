@@ -11,32 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from components.attention.folded import folded_attention
 from components.attention.masks import TreeMask
 from components.attention.plan import MaskPlan
 from components.attention.reference import reference_attention
+from tests.memory import peak_bytes
 
 from .cases import inputs
 
 LENGTHS = (2048, 4096, 8192, 16384)
 SHAPE = {"heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": torch.bfloat16}
-
-
-def peak_bytes(run) -> int:
-    """Peak of what the CPU allocator gave out during ``run``, kernel buffers included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    assert memory
-    peak = total = 0
-    for _, size in sorted(memory, key=lambda event: event[0]):
-        total += size
-        peak = max(peak, total)
-    return peak
 
 
 def packed_plan(num_tokens: int) -> MaskPlan:
