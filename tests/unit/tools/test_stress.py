@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="co
 
 # This seed draws every fault; half of the episodes stay sound.
 SMALL = Settings(
-    episodes=24, rate=0.5, seed=9, num_workers=4, tool_timeout_s=0.5, env_timeout_s=1.5
+    episodes=24, rate=0.5, seed=2046, num_workers=4, tool_timeout_s=0.5, env_timeout_s=1.5
 )
 
 
