@@ -2,7 +2,7 @@
 
 A worker leads a process group of its own. ``end_group`` ends what is left of the group when the
 worker is gone. ``hold`` sees to it that all of it ends when the pool's process does, in whatever
-way: no cleanup runs there after a SIGKILL. Beyond reach is only what a tool has put in a session of
+way: no cleanup runs there after a SIGKILL. Beyond reach is only what a tool has put in a group of
 its own (``start_new_session=True``).
 """
 
@@ -28,7 +28,7 @@ def hold(sentinel: int) -> None:
         sentinel: reading end of a pipe whose writing end that process alone has open,
             e.g. ``multiprocessing.parent_process().sentinel``.
     """
-    os.setsid()  # Ctrl-C and Ctrl-Z at a terminal go to the pool's process alone
+    os.setpgid(0, 0)  # Ctrl-C and Ctrl-Z at a terminal go to the pool's process alone
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
