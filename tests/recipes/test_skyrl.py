@@ -25,9 +25,10 @@ def replayed(record):
     row = SkyRLTasks(tasks="sums", split="all").rows[record["spec"]["task_id"]]
     game = skyrl_gym.make(row["env_class"], extras=row | {"max_turns": 3})
     delivered = [message for message in record["messages"] if not message.get("refused")]
-    asked, *said = delivered
-    assert asked == game.init(row["prompt"])[0][1]
-    replies, rewards = [], []
+    _, *asked = game.init(row["prompt"])[0]
+    said = delivered[len(asked) :]
+    assert delivered[: len(asked)] == asked
+    replies, rewards, out = [], [], {}
     for message in said:
         if message["role"] == "assistant":
             out = game.step(message["content"])

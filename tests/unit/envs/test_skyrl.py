@@ -86,7 +86,7 @@ def test_rewards_and_replies_are_the_packages_on_every_task():
 def test_the_sums_are_right():
     """The answers by another road: the numbers of each story and what its words say to do."""
     for row in TASKS.rows.values():
-        story = row["prompt"][1]["content"]
+        story = row["prompt"][-1]["content"]
         first, second = map(int, re.findall(r"\d+", story))
         rule = {"buys": "+", "sold": "+", "gave": "-", "boxes": "*"}
         (sign,) = {sign for word, sign in rule.items() if word in story}
@@ -98,7 +98,7 @@ def test_the_splits_are_apart():
     train, test = (skyrl.SkyRLTasks(tasks="sums", split=split) for split in ("train", "test"))
     assert (len(train), len(test), len(TASKS)) == (48, 16, 64)
     asked = [
-        {TASKS.rows[task.id]["prompt"][1]["content"] for task in part} for part in (train, test)
+        {TASKS.rows[task.id]["prompt"][-1]["content"] for task in part} for part in (train, test)
     ]
     assert not asked[0] & asked[1]
     assert {task.split for task in test.tasks} == {"test"}
