@@ -19,8 +19,10 @@ from components.envs.tau2_messages import messages_json
 class TextGame(Protocol):
     """One conversation at a time, without tools: the agent writes, the other side answers."""
 
-    tasks: Mapping[str, Task]
-    """What can be played, by id."""
+    @property
+    def tasks(self) -> Mapping[str, Task]:
+        """What can be played, by id."""
+        ...
 
     def start(self, task_id: str) -> Sequence[Message]:
         """Start a task; gives the first messages, one of the system in front."""
@@ -42,7 +44,7 @@ class TextEnv(gymnasium.Env):
     ``game_over``. A blank turn and a call of a tool are refused; the game does not hear of them.
     """
 
-    def __init__(self, game: TextGame, *, checker: RewardChecker) -> None:
+    def __init__(self, *, game: TextGame, checker: RewardChecker) -> None:
         """Wrap a game.
 
         Args:

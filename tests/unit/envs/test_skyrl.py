@@ -13,16 +13,15 @@ from skyrl_gym.envs.gsm8k.utils import compute_score
 
 from components.envs import skyrl
 from components.envs.check import check_env
+from components.envs.text import TextEnv
 
 MAX_TURNS = 3
 TASKS = skyrl.SkyRLTasks(tasks="sums", split="all")
 
 
 def make(tasks="sums", **env_config):
-    checker = skyrl.TurnRewards()
-    return skyrl.skyrl_env(
-        checker=checker, tasks=str(tasks), max_turns=MAX_TURNS, env_config=env_config
-    )
+    game = skyrl.SkyRLGame(tasks=str(tasks), max_turns=MAX_TURNS, env_config=env_config)
+    return TextEnv(game=game, checker=skyrl.TurnRewards())
 
 
 def play(env, task_id, turns):
@@ -186,5 +185,7 @@ def test_without_the_package_the_command_is_named(monkeypatch):
 def test_bad_settings():
     with pytest.raises(ValueError, match=r"split = dev: .*skyrl_sums.jsonl has no such row"):
         skyrl.SkyRLTasks(tasks="sums", split="dev")
+    with pytest.raises(ValueError, match="max_turns = 0: must be at least 1"):
+        skyrl.SkyRLGame(tasks="sums", max_turns=0, env_config={})
     with pytest.raises(FileNotFoundError, match="sum"):
         skyrl.SkyRLTasks(tasks="sum", split="train")

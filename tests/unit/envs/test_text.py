@@ -38,7 +38,7 @@ def total(trajectory):
 
 @pytest.fixture
 def env():
-    env = TextEnv(Countdown(), checker=total)
+    env = TextEnv(game=Countdown(), checker=total)
     yield env
     env.close()
     assert env.game.open == 0  # every start was closed, and once only
