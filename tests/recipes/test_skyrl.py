@@ -62,10 +62,15 @@ def test_it_trains_and_evaluates(tune, tmp_path):
 def test_a_real_model_gets_the_rewards_of_the_package(tune, tmp_path):
     output_dir = tmp_path / "run"
     cpu = {k: v for k, v in CPU.items() if k != "eval.before"}
-    keys = {**cpu, "model_dir": model_dir("smollm2-135m-instruct"), "output_dir": output_dir}
+    keys = {
+        **cpu,
+        "num_steps": 1,
+        "model_dir": model_dir("smollm2-135m-instruct"),
+        "output_dir": output_dir,
+    }
     tune.run(*arguments(config="configs/skyrl.yaml", eval="null", **keys))
     steps = [row for row in rows(output_dir) if "time/step_s" in row]
-    assert [row["pack/trained_tokens"] > 0 for row in steps] == [True, True]
+    assert [row["pack/trained_tokens"] > 0 for row in steps] == [True]
     scored = [record for record in played(output_dir) if record["status"] == "completed"]
     for record in scored:
         _, rewards, _, done = replayed(record)
