@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
 from components.rollout.types import Rollout, RolloutSpec, Status
 from tools.stress_faults import FAULTS
+
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 
 def wrong_ends(
@@ -53,6 +57,32 @@ def _timeless(rollout: Rollout) -> Rollout:
     return dataclasses.replace(rollout, stats=stats)
 
 
+@contextlib.contextmanager
+def adopted_orphans() -> Iterator[Callable[[], None]]:
+    """Processes below this one whose parents end become its children: none escapes ``census``.
+
+    Yields:
+        A function that takes note of those that have ended, as init would.
+    """
+    own = set(_children().get(os.getpid(), ()))
+    _set_subreaper(True)
+
+    def reap() -> None:
+        for pid in set(_children().get(os.getpid(), ())) - own:
+            os.waitpid(pid, os.WNOHANG)
+
+    try:
+        yield reap
+    finally:
+        _set_subreaper(False)
+
+
+def _set_subreaper(on: bool) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
 def census() -> dict[str, int]:
     """Processes below this one; threads and file descriptors of it and of those."""
     pids = [os.getpid(), *_descendants()]
@@ -63,8 +93,30 @@ def census() -> dict[str, int]:
     }
 
 
+def open_things() -> list[str]:
+    """What ``census`` counts, by name: processes with their commands, descriptors with targets."""
+    found = []
+    for pid in (os.getpid(), *_descendants()):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
+        found.append(f"process {pid}: {command or 'ended'}")
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the one that lists this folder
+                found.append(f"descriptor of {pid}: {os.readlink(path)}")
+    return found
+
+
 def _descendants() -> list[int]:
     """Processes that came from this one, ended ones that nobody has waited for included."""
+    children = _children()
+    found, new = [], [os.getpid()]
+    while new:
+        new = [child for parent in new for child in children.get(parent, ())]
+        found += new
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """Parent -> its children, of the whole machine."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -72,8 +124,4 @@ def _descendants() -> list[int]:
         except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
             continue
         children.setdefault(int(after_name[1]), []).append(int(path.parent.name))
-    found, new = [], [os.getpid()]
-    while new:
-        new = [child for parent in new for child in children.get(parent, ())]
-        found += new
-    return found
+    return children

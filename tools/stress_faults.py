@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -65,6 +66,12 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def abandon() -> None:
+    """Start a process that uses the processor for ever, and end without it."""
+    subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os._exit(0)
+
+
 def break_env() -> None:
     """Stands for an error of the environment itself, outside of the tool: see ``FaultyEnv``."""
     raise RuntimeError("the environment is broken")
@@ -80,6 +87,7 @@ FAULTS: Mapping[str, tuple[Callable[[], None], str]] = {
     "sys_exit": (sys_exit, "error_infra"),
     "os_exit": (os_exit, "error_infra"),
     "killed": (killed, "error_infra"),
+    "abandon": (abandon, "error_infra"),
 }
 """What happens in the tool, and the status of its episode; empty: any that has a reward."""
 

@@ -37,7 +37,13 @@ from components.rollout.agent_loop import Limits
 from components.rollout.specs import derive_seed
 from components.rollout.types import RolloutSpec, SampleRequest, SampleResult
 from components.rollout.workers import Failure, WorkerPool
-from tools.stress_checks import census, differences, wrong_ends
+from tools.stress_checks import (
+    adopted_orphans,
+    census,
+    differences,
+    open_things,
+    wrong_ends,
+)
 from tools.stress_faults import FAULTS, FaultyEnv, draw_faults
 
 NUM_TASKS = 64
@@ -109,11 +115,11 @@ def stress(settings: Settings) -> dict[str, Any]:
     specs = make_specs(settings)
     plan = draw_faults(specs, settings.rate)
     finished: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, adopted_orphans() as reap:
         open_pool = partial(faulty_pool, settings, _tokenizer(directory))
         with open_pool({}, num_workers=1) as first:  # starts the forkserver, which stays
             make_script(first, specs[:1])
-        before = census()
+        before, open_before = census(), Counter(open_things())
         with open_pool({}) as sound:
             script = make_script(sound, specs)
             expected = sound.run(specs, ScriptedEngine(script))
@@ -126,17 +132,16 @@ def stress(settings: Settings) -> dict[str, Any]:
             )
         seconds = time.monotonic() - start
         hung = one_hung_of_eight(partial(open_pool, num_workers=8), script, specs[:8])
-        after = census()
-        patience = time.monotonic() + 5.0  # the forkserver reaps its last child when it gets to it
-        while after != before and time.monotonic() < patience:
-            time.sleep(0.1)
-            after = census()
+        reap()
+        after, open_after = census(), Counter(open_things())
     problems = wrong_ends(specs, rollouts, finished, plan) + differences(expected, rollouts, plan)
     problems += [
         f"{name}: {before[name]} before, {after[name]} after"
         for name in before
         if before[name] != after[name]
     ]
+    if before != after:
+        problems += [f"left over: {thing}" for thing in (open_after - open_before).elements()]
     allowed = hung["without_s"] + settings.env_timeout_s + SLACK_S
     if hung["with_s"] > allowed or hung["lost"] != 1:
         problems.append(f"one hung of 8, allowed {allowed:.1f} s and 1 lost: {hung}")

@@ -15,9 +15,14 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, Literal
 
 from components.rollout import preload as preloading
+from components.rollout.lifeline import end_group
 from components.rollout.worker import MEMORY_EXIT, WORKER_ENV, serve
 
 _log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+"""Longest wait at a time. One that ends later than it should by more than that means that this
+process was stopped (a suspended job, say), and its workers with it: that time is not theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,10 @@ class Slot:
         return reply
 
     def kill(self, *, grace_s: float = 0.0) -> int | None:
-        """End the process at once, or after a while in which it may end itself; its exit code."""
+        """End the process at once, or after a while in which it may end itself; its exit code.
+
+        Whatever its tools have started ends with it.
+        """
         process, self._process = self._process, None
         self.idle = True
         self.answered = False
@@ -124,6 +132,10 @@ class Slot:
         process.join(10.0)
         code = process.exitcode
         if code is not None:
+            # The forkserver tells the exit code first and closes its end of this pipe then: only
+            # after that is nothing of the worker left there.
+            wait([process.sentinel], 10.0)
+            end_group(process.pid)
             process.close()
         return code
 
@@ -197,11 +209,16 @@ class Slot:
             pending = {slot._connection: slot for slot in slots if not slot.answered}
             if not pending or (first_only and len(pending) < len(slots)):
                 return
-            left = min(slot._deadline for slot in pending.values()) - time.monotonic()
-            for connection in wait(list(pending), max(0.0, left)):  # type: ignore[arg-type]
+            start = time.monotonic()
+            left = min(slot._deadline for slot in pending.values()) - start
+            patience = min(max(0.0, left), _TICK_S)
+            for connection in wait(list(pending), patience):  # type: ignore[arg-type]
                 pending.pop(connection)._receive()  # type: ignore[arg-type]
+            late = time.monotonic() - start - patience
             for slot in pending.values():
-                if time.monotonic() >= slot._deadline:
+                if late > _TICK_S:
+                    slot._deadline += late
+                elif time.monotonic() >= slot._deadline:
                     slot._expire()
 
 

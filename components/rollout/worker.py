@@ -9,6 +9,7 @@ Messages from it: ``("ready", missing)``, ``("request", SampleRequest)``, ``("do
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 
 from components.chat.base import Renderer
 from components.envs.base import Env
+from components.rollout import lifeline
 from components.rollout import preload as preloading
 from components.rollout.agent_loop import Limits, LimitsError, run_episode
 from components.rollout.types import RolloutSpec
@@ -47,6 +49,9 @@ def serve(connection: Connection, pickled: bytes, preload: tuple[str, ...]) -> N
         preload: entries that the forkserver should have prepared; the others are reported.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    lifeline.hold(parent.sentinel)
     os.environ.update(WORKER_ENV)
     missing = tuple(entry for entry in preload if entry not in preloading.done)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -236,3 +238,32 @@ def keep_mib(env: FakeEnv, renderer: HermesRenderer, item: int) -> int:
     except MemoryError:
         return -1
     return os.getpid()
+
+
+def start_child(env: FakeEnv, renderer: HermesRenderer, item: tuple[Path, str]) -> str:
+    """Start a process as a tool may, write down its pid and ours, and go on as the item says."""
+    folder, then = item
+    child = subprocess.Popen(["sleep", "1000"])
+    (folder / str(child.pid)).touch()
+    (folder / str(os.getpid())).touch()
+    if then == "exit":
+        os._exit(0)
+    if then == "burn":  # with the interpreter's lock held: no other thread of Python gets to run
+        re.match(r"(a+)+$", "a" * 64 + "b")
+    if then == "hang":
+        time.sleep(1000)
+    return then
+
+
+def slow_exit_codes() -> None:
+    """Preloaded by a forkserver: it closes its pipes to the pool well after the exit codes."""
+    from multiprocessing import forkserver
+
+    write = forkserver.write_signed
+
+    def slowly(fd: int, number: int) -> None:
+        write(fd, number)
+        if number <= 0:  # not a pid
+            time.sleep(0.5)
+
+    forkserver.write_signed = slowly

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from components.rollout.episode import failed_rollout
@@ -15,7 +18,13 @@ from components.rollout.types import Rollout
 from components.rollout.workers import WorkerPool
 from tests.unit.rollout.fakes import keep_mib, make_env, make_renderer, spec
 from tools import stress_rollouts
-from tools.stress_checks import census, differences, wrong_ends
+from tools.stress_checks import (
+    adopted_orphans,
+    census,
+    differences,
+    open_things,
+    wrong_ends,
+)
 from tools.stress_faults import FAULTS, draw_faults
 from tools.stress_rollouts import LIMITS, Settings, make_specs, stress
 
@@ -23,7 +32,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="co
 
 # This seed draws every fault; half of the episodes stay sound.
 SMALL = Settings(
-    episodes=24, rate=0.5, seed=9, num_workers=4, tool_timeout_s=0.5, env_timeout_s=1.5
+    episodes=24, rate=0.5, seed=2046, num_workers=4, tool_timeout_s=0.5, env_timeout_s=1.5
 )
 
 
@@ -40,7 +49,7 @@ def test_every_fault_ends_its_own_episode_only():
     drawn = Counter(plan.values())
     for name in ("hang", "burn", "burn_deaf"):
         assert faults[name] == {"error_deadline": drawn[name]}
-    for name in ("leak", "break_env", "sys_exit", "os_exit", "killed"):
+    for name in ("leak", "break_env", "sys_exit", "os_exit", "killed", "abandon"):
         assert faults[name] == {"error_infra": drawn[name]}
     assert report["before"] == report["after"]
     assert 1.5 <= report["hung"]["with_s"] < report["hung"]["without_s"] + 4.0
@@ -121,7 +130,25 @@ class TestChecks:
             child.wait()
         with Path(__file__).open():
             assert census()["file descriptors"] == before["file descriptors"] + 1
+            assert f"descriptor of {os.getpid()}: {Path(__file__).resolve()}" in open_things()
         assert census() == before
+
+    def test_an_orphan_is_counted_until_it_has_ended(self):
+        """What a tool started and nobody ends: its worker, its parent, is gone."""
+        start = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL).pid)"
+        with adopted_orphans() as reap:
+            before = census()
+            done = subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True)
+            orphan = psutil.Process(int(done.stdout))
+            reap()
+            assert census()["processes"] == before["processes"] + 1
+            assert f"process {orphan.pid}: sleep 60 " in open_things()
+            orphan.kill()
+            while orphan.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+            assert census()["processes"] == before["processes"] + 1
+            reap()
+            assert census() == before
 
 
 def test_draws_depend_on_the_rollout_id_alone():
