@@ -84,9 +84,8 @@ class Episode:
 
     def start(self) -> Status | None:
         """Reset the environment and render the prompt; the status if it is over already."""
-        _, info = self._timed(
-            self.env.reset, seed=self.spec.env_seed, options={"task_id": self.spec.task_id}
-        )
+        options = {"task_id": self.spec.task_id, "domain": self.spec.domain}
+        _, info = self._timed(self.env.reset, seed=self.spec.env_seed, options=options)
         system = self.renderer.render_system(info["system_prompt"], info["tools"])
         self.shared_len = len(system.ids)
         self._append(system)
