@@ -113,12 +113,16 @@ def test_each_dataset_walks_its_own_order():
     assert sorted(mock[5:17]) == sorted(f"generated-7-{index}" for index in range(12))
     retail = [task.id for task in drawn if task.domain == "retail"]
     assert sorted(retail[:5]) == sorted(retail[5:10]) == ["0", "2", "3", "4", "8"]
-    assert [dataset.draw(n, seed=3) for n in range(99)] != [dataset.draw(n, seed=4) for n in range(99)]
+    assert [dataset.draw(n, seed=3) for n in range(99)] != [
+        dataset.draw(n, seed=4) for n in range(99)
+    ]
 
 
 def test_a_task_of_two_datasets_is_listed_once_and_drawn_for_both():
     hard = SimpleNamespace(tasks=tasks("d", 6).tasks[4:])
-    dataset = MixedDataset(datasets={"all": tasks("d", 6), "hard": hard}, weights=dict(all=1, hard=1))
+    dataset = MixedDataset(
+        datasets={"all": tasks("d", 6), "hard": hard}, weights={"all": 1, "hard": 1}
+    )
     assert [task.id for task in dataset.tasks] == list("012345")
     drawn = [dataset[dataset.draw(number, seed=0)].id for number in range(24)]
     assert {task_id: drawn.count(task_id) for task_id in "045"} == {"0": 2, "4": 8, "5": 8}
@@ -166,7 +170,8 @@ def walk(loader, steps, *, first, ranks):
     found = []
     for step in range(first, first + steps):
         shares = [
-            played(next(tasks), rank=rank, size=ranks, step=step) for rank, tasks in enumerate(walks)
+            played(next(tasks), rank=rank, size=ranks, step=step)
+            for rank, tasks in enumerate(walks)
         ]
         assert all(shares)
         found.append(sorted(spec for share in shares for spec in share))
