@@ -41,6 +41,10 @@ class LimitsError(ValueError):
     """The limits leave no room for a single turn: a mistake in the configuration."""
 
 
+class TaskRefused(ValueError):
+    """The environment does not have a task: a mistake in the configuration."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What an episode may use."""

@@ -11,9 +11,13 @@ from components.envs.base import Message, Reward, ToolCall
 from components.envs.by_domain import ByDomain
 from components.envs.check import check_env
 from components.envs.tau2 import Tau2Env
+from components.rollout.agent_loop import Limits
+from components.rollout.specs import group_specs
+from components.rollout.workers import WorkerPool, WorkerRefused
 from components.safety.gate import SafetyGated
 from components.training.component import build, check_component
 from tests.parity.tau2_scripts import TextUser
+from tests.unit.rollout.fakes import make_renderer
 
 TASKS = {"mock": "generated-7-3", "retail": "5"}
 DOMAINS = sorted(TASKS)
@@ -172,3 +176,27 @@ def test_mistakes_inside_are_found_without_making_anything():
     assert "env.envs.mock.checker" in check_component(bad, "env", provided=("checker",))[0]
     bad["envs"]["mock"] = {"_component_": "components.envs.tau2.Tau2Envy", "domain": "mock"}
     assert "did you mean 'Tau2Env'" in check_component(bad, "env", provided=("checker",))[0]
+
+
+def test_a_task_without_an_environment_is_refused_before_anything_is_played():
+    """Also one of a dataset that the checks of a config know nothing of."""
+    pool = WorkerPool(
+        make_env=functools.partial(build, NODE),
+        make_renderer=make_renderer,
+        limits=Limits(max_turns=3, max_turn_tokens=32, max_tokens=30_000, max_refused=1),
+        temperature=1.0,
+        num_workers=1,
+        env_timeout_s=60,
+    )
+    with pool:
+        known, unknown = (
+            group_specs([(domain, TASKS["mock"])], group_size=1, seed=0, phase="prompts")
+            for domain in ("mock", "airline")
+        )
+        pool.check_prompts(known)
+        with pytest.raises(WorkerRefused) as refused:
+            pool.check_prompts(unknown)
+    assert str(refused.value) == (
+        "env: it refuses task 'generated-7-3' of 'airline': domain: 'airline' has no environment "
+        "(there are: mock, retail)"
+    )

@@ -2,8 +2,9 @@
 
 import pytest
 
-from components.training.config import load_config
+from components.training.config import ConfigError, load_config
 from components.training.sections import same_tasks, train_split
+from recipes.grpo_agentic import recipe_main
 
 
 def mixed(*overrides):
@@ -58,6 +59,12 @@ def test_the_shipped_mix_is_sound():
 )
 def test_every_part_is_checked(override, expected):
     assert problems(mixed(override)) == [expected]
+
+
+def test_the_recipe_asks_for_these_checks():
+    with pytest.raises(ConfigError) as error:
+        recipe_main.validate(load_config("mixed", ["dataset.datasets.mock.domain=airline"]))
+    assert "dataset.datasets.mock.domain = airline: must be one of env.envs" in str(error.value)
 
 
 def test_a_held_out_split_may_be_asked_for():
