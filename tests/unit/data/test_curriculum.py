@@ -70,7 +70,7 @@ def test_stages_are_among_the_tasks_of_the_dataset():
     [
         ([], "curriculum: it has no stages"),
         (["do_nothing"], r"curriculum\[0\]: 'do_nothing' must be a mapping with include"),
-        ([{"includ": [3]}], r"curriculum\[0\].includ: a stage has .*; did you mean 'include'\?"),
+        ([{"incl": [3]}], r"curriculum\[0\].incl: a stage has .*; did you mean 'include'\?"),
         ([{"draws": 3}], r"curriculum\[0\].draws: 3: the last stage goes on for ever"),
         ([{}, {}], r"curriculum\[0\].draws: None must be an integer of at least 1"),
         ([{"draws": 0}, {}], r"curriculum\[0\].draws: 0 must be"),
