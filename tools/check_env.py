@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("id", help="Gymnasium id, with MODULE: before it to import that first")
     parser.add_argument("--task", help="a task of it; by default one that reset draws")
+    parser.add_argument("--domain", help="of that task, where the environment has several")
     parser.add_argument(
         "--turn", action="append", help="an agent turn, repeatable: played in turn until the end"
     )
@@ -36,14 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     components.envs.register()
     try:
         env = gymnasium.make(options.id, disable_env_checker=True).unwrapped
-        task = options.task or _drawn_task(env)
+        task, domain = options.task, options.domain
+        if task is None:
+            task, domain = _drawn_task(env)
         with warnings.catch_warnings():
             # Texts have no shape or dtype, about which Gymnasium only warns.
             warnings.simplefilter("ignore")
             gymnasium_check(env, skip_render_check=True)
         print(f"gymnasium.utils.env_checker: {options.id} passes")
         env = gymnasium.make(options.id, disable_env_checker=True).unwrapped
-        check_env(env, task_id=task, turns=options.turn or ("Hello.",))  # type: ignore[arg-type]
+        turns = options.turn or ("Hello.",)
+        check_env(env, task_id=task, turns=turns, domain=domain)  # type: ignore[arg-type]
         print(f"components.envs.check: {options.id} passes on task {task}")
     except (AssertionError, ValueError, gymnasium.error.Error) as error:
         print(f"{options.id}: {error}", file=sys.stderr)
@@ -51,13 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _drawn_task(env: object) -> str:
-    """The task that reset draws."""
+def _drawn_task(env: object) -> tuple[str, str]:
+    """Id and domain of the task that reset draws."""
     _, info = env.reset(seed=0)  # type: ignore[attr-defined]
     task = info.get("task")
     if task is None:
         raise ValueError("info['task'] of reset is missing: name a task with --task")
-    return str(task.id)
+    return str(task.id), str(task.domain)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,21 @@ def mock_oracle(spec: RolloutSpec) -> Oracle:
     return MockOracle()
 
 
+def domain_oracle(spec: RolloutSpec) -> Oracle:
+    """The demonstrator of a task of any domain that has one, for datasets of several domains.
+
+    Raises:
+        ValueError: for a domain without one; and what the domain's own refuses.
+    """
+    oracles = {"retail": retail_oracle, "mock": mock_oracle}
+    if spec.domain not in oracles:
+        raise ValueError(
+            f"task {spec.domain}/{spec.task_id}: nobody demonstrates {spec.domain!r} (allowed: "
+            f"{', '.join(oracles)})"
+        )
+    return oracles[spec.domain](spec)
+
+
 def play(
     env: Env, renderer: Renderer, item: tuple[RolloutSpec, Callable[[RolloutSpec], Oracle]]
 ) -> Rollout:

@@ -150,7 +150,10 @@ class Env(Protocol):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start the task ``options["task_id"]``."""
+        """Start the task ``options["task_id"]``.
+
+        ``options["domain"]`` is its domain, for an environment that has several.
+        """
         ...
 
     def step(self, action: str | Message) -> tuple[str, float, bool, bool, dict[str, Any]]:

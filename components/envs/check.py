@@ -16,24 +16,32 @@ from components.envs.base import Env, Message, Reward, ToolSpec, Trajectory
 MAX_TURNS = 500
 
 
-def check_env(env: Env, *, task_id: str, turns: Sequence[str | Message] = ("Hello.",)) -> None:
+def check_env(
+    env: Env,
+    *,
+    task_id: str,
+    turns: Sequence[str | Message] = ("Hello.",),
+    domain: str | None = None,
+) -> None:
     """Play an episode and check every answer.
 
     Args:
         env: the environment; closed at the end.
         task_id: a task that it has.
         turns: agent turns, repeated until the episode ends.
+        domain: of the task, for an environment that has several.
 
     Raises:
         ValueError: naming what was expected and what was found.
     """
-    options = {"task_id": task_id}
+    of_domain = {} if domain is None else {"domain": domain}
+    options = {"task_id": task_id, **of_domain}
     first, info = _pair(env.reset(seed=7, options=options))
     _check_reset(first, info)
     again, _ = _pair(env.reset(seed=7, options=options))
     _expect(first == again, "the same first observation for the same seed", again)
     try:
-        env.reset(seed=7, options={"task_id": "no such task"})
+        env.reset(seed=7, options={"task_id": "no such task", **of_domain})
     except ValueError:
         pass
     else:

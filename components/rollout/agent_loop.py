@@ -25,11 +25,11 @@ from collections.abc import Generator
 
 from components.chat.base import Renderer
 from components.envs.base import Env, UserError
-from components.rollout.episode import EnvError, Episode, Limits, LimitsError
+from components.rollout.episode import EnvError, Episode, Limits, LimitsError, TaskRefused
 from components.rollout.specs import derive_seed
 from components.rollout.types import Rollout, RolloutSpec, SampleRequest, SampleResult
 
-__all__ = ["Limits", "LimitsError", "run_episode"]
+__all__ = ["Limits", "LimitsError", "TaskRefused", "run_episode"]
 
 
 def prompt_tokens(env: Env, renderer: Renderer, item: tuple[RolloutSpec, Limits]) -> float:
@@ -37,9 +37,18 @@ def prompt_tokens(env: Env, renderer: Renderer, item: tuple[RolloutSpec, Limits]
 
     Raises:
         LimitsError: the prompt and one full turn exceed ``max_tokens``.
+        TaskRefused: the environment answered the task with a ValueError.
     """
     episode = Episode(env, renderer, *item)
-    episode.start()
+    try:
+        episode.start()
+    except EnvError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        spec = item[0]
+        raise TaskRefused(
+            f"env: it refuses task {spec.task_id!r} of {spec.domain!r}: {error.__cause__}"
+        ) from error
     return episode.stats["prompt_tokens"]
 
 

@@ -41,6 +41,10 @@ class LimitsError(ValueError):
     """The limits leave no room for a single turn: a mistake in the configuration."""
 
 
+class TaskRefused(ValueError):
+    """The environment does not have a task: a mistake in the configuration."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What an episode may use."""
@@ -84,9 +88,8 @@ class Episode:
 
     def start(self) -> Status | None:
         """Reset the environment and render the prompt; the status if it is over already."""
-        _, info = self._timed(
-            self.env.reset, seed=self.spec.env_seed, options={"task_id": self.spec.task_id}
-        )
+        options = {"task_id": self.spec.task_id, "domain": self.spec.domain}
+        _, info = self._timed(self.env.reset, seed=self.spec.env_seed, options=options)
         system = self.renderer.render_system(info["system_prompt"], info["tools"])
         self.shared_len = len(system.ids)
         self._append(system)

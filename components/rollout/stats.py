@@ -27,6 +27,11 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     names = dict.fromkeys(name for r in valid for name in r.reward_breakdown)
     for name in names:
         metrics[f"reward/{name}_mean"] = fmean(r.reward_breakdown.get(name, 0.0) for r in valid)
+    domains = dict.fromkeys(r.spec.domain for r in rollouts)
+    for domain in domains if len(domains) > 1 else ():
+        own = [r.reward for r in valid if r.spec.domain == domain and r.reward is not None]
+        if own:
+            metrics[f"reward/mean_{domain}"] = fmean(own)
     rewards = [r.reward for r in valid if r.reward is not None]
     calls = sum(r.stats["tool_calls"] for r in valid)
     turns = sum(r.stats["turns"] for r in valid)

@@ -23,7 +23,7 @@ from components.chat.base import Renderer
 from components.envs.base import Env
 from components.rollout import lifeline
 from components.rollout import preload as preloading
-from components.rollout.agent_loop import Limits, LimitsError, run_episode
+from components.rollout.agent_loop import Limits, LimitsError, TaskRefused, run_episode
 from components.rollout.types import RolloutSpec
 
 WORKER_ENV = {
@@ -92,7 +92,7 @@ class _Worker:
             try:
                 value = self.episode(*arguments) if order == "episode" else self.call(*arguments)
                 reply = ("done", value)
-            except LimitsError as error:
+            except (LimitsError, TaskRefused) as error:
                 reply = ("refused", str(error))
             except EOFError:
                 return

@@ -176,7 +176,8 @@ class WorkerPool:
             on_round: see ``run_local``.
 
         Raises:
-            WorkerRefused: a prompt and one full turn exceed ``max_tokens``.
+            WorkerRefused: a prompt and one full turn exceed ``max_tokens``, or the environment
+                does not have the task.
         """
         items = [(spec, self.limits) for spec in specs]
         self.run_local(prompt_tokens, items, on_round=on_round)

@@ -6,9 +6,7 @@ as in torchtune; a value inside may be a component too.
 
 from __future__ import annotations
 
-import collections.abc
 import difflib
-import enum
 import functools
 import inspect
 import pkgutil
@@ -17,10 +15,14 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from pathlib import PurePath
 from typing import Any
 
-COMPONENT = "_component_"
+from components.training.annotations import COMPONENT, fits, is_component, phrase
+
+MAKERS = "component_makers"
+"""Attribute of a class: argument -> keyword arguments that the class passes itself.
+
+The components in such an argument are not built: the class gets a partial in place of each."""
 
 
 class ConfigError(ValueError):
@@ -82,11 +84,6 @@ def did_you_mean(word: str, candidates: Iterable[str] | Mapping[str, str]) -> st
     return f"; did you mean {shown[close[0]]!r}?" if close else ""
 
 
-def is_component(value: Any) -> bool:
-    """Whether a plain value is a mapping that names a component."""
-    return isinstance(value, Mapping) and COMPONENT in value
-
-
 def check_component(
     node: Mapping[str, Any], path: str, *, provided: Iterable[str] = (), positional: int = 0
 ) -> list[str]:
@@ -98,15 +95,21 @@ def check_component(
         provided: Keyword arguments that the recipe will pass.
         positional: Number of positional arguments that the recipe will pass.
     """
+    target: Any = None
+    unusable = []
+    if COMPONENT not in node:
+        unusable = [f"{path}: missing {COMPONENT}, the dotted path of a class or function"]
+    else:
+        try:
+            target = locate(node[COMPONENT])
+        except ConfigError as error:
+            unusable = [f"{path}.{COMPONENT} = {node[COMPONENT]!r}: {error}"]
+    makers = getattr(target, MAKERS, {})
     problems = []
     for key, value in node.items():
-        problems += _check_inside(value, f"{path}.{key}")
-    if COMPONENT not in node:
-        return [*problems, f"{path}: missing {COMPONENT}, the dotted path of a class or function"]
-    try:
-        target = locate(node[COMPONENT])
-    except ConfigError as error:
-        return [*problems, f"{path}.{COMPONENT} = {node[COMPONENT]!r}: {error}"]
+        problems += _check_inside(value, f"{path}.{key}", provided=makers.get(key, ()))
+    if unusable:
+        return problems + unusable
     try:
         signature = inspect.signature(target)
     except ValueError:  # some builtins have none
@@ -116,15 +119,16 @@ def check_component(
     )
 
 
-def _check_inside(value: Any, path: str) -> list[str]:
+def _check_inside(value: Any, path: str, *, provided: Iterable[str]) -> list[str]:
     """Check the components inside a value that is an argument of a component."""
     if is_component(value):
-        return check_component(value, path)
+        return check_component(value, path, provided=provided)
+    inside: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
-        return [p for k, v in value.items() for p in _check_inside(v, f"{path}.{k}")]
-    if isinstance(value, list):
-        return [p for i, v in enumerate(value) for p in _check_inside(v, f"{path}[{i}]")]
-    return []
+        inside = [(f"{path}.{k}", v) for k, v in value.items()]
+    elif isinstance(value, list):
+        inside = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+    return [p for where, v in inside for p in _check_inside(v, where, provided=provided)]
 
 
 def _check_call(
@@ -164,7 +168,7 @@ def _check_call(
             problems.append(f"{where}: the recipe itself passes {key!r}; leave it out")
         elif key in named:
             if not fits(value, hints.get(key, Any)):
-                problems.append(f"{where} = {value!r}: must be {_name(hints[key])}")
+                problems.append(f"{where} = {value!r}: must be {phrase(hints[key])}")
         elif not takes_any:
             hint = did_you_mean(str(key), settable) or "; it takes " + (
                 ", ".join(settable) or "nothing"
@@ -172,7 +176,7 @@ def _check_call(
             problems.append(f"{where}: {node[COMPONENT]} takes no {key!r}{hint}")
     for name in settable:
         if named[name].default is inspect.Parameter.empty and name not in node:
-            wanted = f"; must be {_name(hints[name])}" if name in hints else ""
+            wanted = f"; must be {phrase(hints[name])}" if name in hints else ""
             problems.append(f"{path}.{name}: missing, {node[COMPONENT]} needs it{wanted}")
     return problems
 
@@ -185,78 +189,9 @@ def _hints(target: Any) -> Mapping[str, Any]:
         return {}
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain YAML value can stand for an annotation; unknown annotations take anything."""
-    if is_component(value) or hint is Any:
-        return True
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, arg) for arg in args)
-    if origin is typing.Literal:
-        return any(type(value) is type(arg) and value == arg for arg in args)
-    if hint is None or hint is type(None):
-        return value is None
-    if hint is bool:
-        return isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is str:
-        return isinstance(value, str)
-    kind = origin or hint
-    if kind in (list, tuple, set, frozenset, *_SEQUENCES):
-        elements = [arg for arg in args if arg is not Ellipsis]
-        alike = kind is not tuple or Ellipsis in args
-        return isinstance(value, list) and all(
-            fits(v, elements[0]) for v in value if elements and alike
-        )
-    if kind in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
-        return isinstance(value, Mapping) and all(
-            fits(v, args[1]) for v in value.values() if len(args) == 2
-        )
-    # A class that YAML cannot write, such as Tensor: only a component can stand for it.
-    if not isinstance(hint, type) or hint is object or issubclass(hint, (PurePath, enum.Enum)):
-        return True
-    return not isinstance(value, (str, bool, int, float))
-
-
-_SEQUENCES = (
-    collections.abc.Sequence,
-    collections.abc.Iterable,
-    collections.abc.Collection,
-)
-
-
-_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    type(None): "null",
-    list: "a list",
-    tuple: "a list",
-    dict: "a mapping",
-    collections.abc.Mapping: "a mapping",
-    **dict.fromkeys(_SEQUENCES, "a list"),
-}
-
-
-def _name(hint: Any) -> str:
-    """What an annotation allows, as a phrase in the words of YAML that follows "must be"."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_name, args)))
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, args))
-    kind = _NAMES.get(origin or hint)
-    if kind == "a list" and args:
-        return f"a list, each element {_name(args[0])}"
-    return kind or (hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""))
-
-
 def build(node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the component that a plain mapping names; components inside are called first.
+    """Call the component that a plain mapping names; components inside are called first (but for
+    those that its class makes itself, see ``MAKERS``).
 
     Args:
         node: Mapping with ``_component_``, made of plain Python containers.
@@ -268,12 +203,14 @@ def build(node: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not is_component(node):
         raise ConfigError(f"{node!r}: a mapping with {COMPONENT} is needed here")
+    target = locate(node[COMPONENT])
+    makers = getattr(target, MAKERS, {})
     arguments = {
-        key: _build_inside(value)
+        key: _build_inside(value, partial if key in makers else build)
         for key, value in node.items()
         if key != COMPONENT and key not in kwargs
     }
-    return locate(node[COMPONENT])(*args, **arguments, **kwargs)
+    return target(*args, **arguments, **kwargs)
 
 
 def partial(node: Mapping[str, Any], **kwargs: Any) -> functools.partial[Any]:
@@ -282,11 +219,11 @@ def partial(node: Mapping[str, Any], **kwargs: Any) -> functools.partial[Any]:
     return functools.partial(build, node, **kwargs)
 
 
-def _build_inside(value: Any) -> Any:
+def _build_inside(value: Any, make: Callable[[Any], Any]) -> Any:
     if is_component(value):
-        return build(value)
+        return make(value)
     if isinstance(value, Mapping):
-        return {key: _build_inside(inner) for key, inner in value.items()}
+        return {key: _build_inside(inner, make) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_build_inside(inner) for inner in value]
+        return [_build_inside(inner, make) for inner in value]
     return value

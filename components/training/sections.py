@@ -54,22 +54,41 @@ def at_most(cfg: Mapping[str, Any], key: str, limit: str) -> list[str]:
     return [f"{key} = {value}: must be at most {limit} = {bound}"] if value > bound else []
 
 
+def _leaves(node: Mapping[str, Any], path: str, inside: str) -> dict[str, Mapping[str, Any]]:
+    """The components that a component is made of, by path; itself where it is made of none.
+
+    Args:
+        node: of a dataset or an environment.
+        path: its key.
+        inside: its argument that holds others by name: ``datasets`` or ``envs``.
+    """
+    if not isinstance(parts := node.get(inside), Mapping):
+        return {path: node}
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, part in parts.items():
+        if isinstance(part, Mapping):
+            found |= _leaves(part, f"{path}.{inside}.{name}", inside)
+    return found
+
+
 def train_split(cfg: Mapping[str, Any]) -> list[str]:
     """The problems of training on what is held out: another split (unless it is asked for), and the
     paraphrases that only evaluation uses."""
-    problems = []
-    if cfg["env"].get("paraphrases") == "held_out":
-        problems.append(
-            "env.paraphrases = held_out: these are for evaluation alone and never trained on"
-        )
-    split = cfg["dataset"].get("split", "train")
-    if split == "train" or cfg["train_on_any_split"]:
-        return problems
-    return [
-        *problems,
-        f"dataset.split = {split}: training is on the train split; "
-        "train_on_any_split=true allows another",
+    problems = [
+        f"{path}.paraphrases = held_out: these are for evaluation alone and never trained on"
+        for path, env in _leaves(cfg["env"], "env", "envs").items()
+        if env.get("paraphrases") == "held_out"
     ]
+    if cfg["train_on_any_split"]:
+        return problems
+    for path, dataset in _leaves(cfg["dataset"], "dataset", "datasets").items():
+        split = dataset.get("split", "train")
+        if split != "train":
+            problems.append(
+                f"{path}.split = {split}: training is on the train split; "
+                "train_on_any_split=true allows another"
+            )
+    return problems
 
 
 def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
@@ -79,9 +98,21 @@ def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
         cfg: a config with ``env`` and perhaps that dataset.
         dataset: key of the dataset's component.
     """
+    if (node := _at(cfg, dataset)) is None:
+        return []
     problems = []
-    for key in ("domain", "tasks"):
-        wanted = _at(cfg, f"{dataset}.{key}")
-        if wanted is not None and wanted != cfg["env"].get(key, wanted):
-            problems.append(f"{dataset}.{key} = {wanted}: must be env.{key} = {cfg['env'][key]}")
+    for path, part in _leaves(node, dataset, "datasets").items():
+        env, env_path = cfg["env"], "env"
+        if isinstance(by_domain := env.get("envs"), Mapping) and "domain" in part:
+            if part["domain"] not in by_domain:
+                problems.append(
+                    f"{path}.domain = {part['domain']}: must be one of env.envs: "
+                    f"{', '.join(map(str, by_domain))}"
+                )
+                continue
+            env, env_path = by_domain[part["domain"]], f"env.envs.{part['domain']}"
+        for key in ("domain", "tasks"):
+            wanted = part.get(key)
+            if wanted is not None and wanted != env.get(key, wanted):
+                problems.append(f"{path}.{key} = {wanted}: must be {env_path}.{key} = {env[key]}")
     return problems

@@ -17,8 +17,8 @@ END_FACTOR = 3.7
 token in ten then ends its turn."""
 
 
-def write(directory: Path, tokenizer_from: Path) -> Path:
-    """Write the directory; always the same weights."""
+def write(directory: Path, tokenizer_from: Path, *, context: int = CONTEXT) -> Path:
+    """Write the directory; always the same weights, for a context of that many tokens."""
     directory.mkdir(parents=True)
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer_from / name, directory / name)
@@ -32,7 +32,7 @@ def write(directory: Path, tokenizer_from: Path) -> Path:
         "hidden_act": "silu",
         "hidden_size": HIDDEN,
         "intermediate_size": FFN,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "mlp_bias": False,
         "num_attention_heads": NUM_HEADS,
         "num_hidden_layers": NUM_LAYERS,

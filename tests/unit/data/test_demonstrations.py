@@ -250,3 +250,19 @@ def test_sums_come_from_amounts_that_tools_have_shown():
     writes = [("return_delivered_order_items", {"order_id": "#W1", "item_ids": ["2", "1"]})]
     assert facts.sums("30.75", writes) == "20.25 + 10.5"
     assert facts.sums("10") is None
+
+
+def test_the_oracle_of_a_task_is_that_of_its_domain():
+    from components.data.oracle_mock import MockOracle
+    from components.data.oracles import domain_oracle
+
+    def oracle(domain, task_id):
+        (spec,) = group_specs([(domain, task_id)], group_size=1, seed=0, phase="demo")
+        return domain_oracle(spec)
+
+    assert isinstance(oracle("retail", "0"), RetailOracle)
+    assert isinstance(oracle("mock", "generated-7-0"), MockOracle)
+    with pytest.raises(ValueError, match="nobody demonstrates 'airline' \\(allowed: retail, mock"):
+        oracle("airline", "0")
+    with pytest.raises(ValueError, match="is of split 'test'"):
+        oracle("retail", "5")

@@ -6,7 +6,9 @@ from components.rollout.stats import rollout_metrics, sampled_tokens
 from components.rollout.types import Ledger, Rollout, RolloutSpec
 
 
-def rollout(status="completed", reward=1.0, *, group=0, task_id="1", length=10, **stats):
+def rollout(
+    status="completed", reward=1.0, *, group=0, task_id="1", length=10, domain="mock", **stats
+):
     ledger = Ledger()
     ledger.append_rendered(range(length), [1] * length)
     breakdown = stats.pop("breakdown", {"official": float(reward == 1.0), "strict": 0.0})
@@ -14,7 +16,7 @@ def rollout(status="completed", reward=1.0, *, group=0, task_id="1", length=10, 
         spec=RolloutSpec(
             rollout_id=f"train/1/{group}",
             task_id=task_id,
-            domain="mock",
+            domain=domain,
             group=group,
             member=0,
             seed=0,
@@ -81,3 +83,17 @@ def test_without_a_call_nothing_is_divided_by_zero():
 def test_sampled_tokens_are_summed_over_all_failed_ones_too():
     assert sampled_tokens(ROLLOUTS) == 5 + 8 + 8 + 8
     assert sampled_tokens([]) == 0
+
+
+def test_several_domains_have_a_mean_each():
+    rollouts = [
+        rollout(reward=1.0),
+        rollout(reward=0.5),
+        rollout(reward=0.2, domain="retail"),
+        rollout("error_user", domain="retail"),
+        rollout("error_infra", domain="airline"),
+    ]
+    found = {k: v for k, v in rollout_metrics(rollouts).items() if k.startswith("reward/mean")}
+    assert found == pytest.approx(
+        {"reward/mean": 1.7 / 3, "reward/mean_mock": 0.75, "reward/mean_retail": 0.2}
+    )

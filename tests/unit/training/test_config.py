@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -488,6 +488,34 @@ def test_as_partial_builds_later_and_pickles(load):
     assert first.user is not make().user
     with pytest.raises(ConfigError, match="did you mean 'Env'"):
         as_partial(cfg.bad)
+
+
+class Several:
+    """Makes the components in ``parts`` itself, each with the same seed."""
+
+    component_makers: ClassVar = {"parts": ("seed",)}
+
+    def __init__(self, *, seed: int, parts: Mapping[str, Any], one: User) -> None:
+        self.parts = {name: make(seed=seed) for name, make in parts.items()}
+        self.one = one
+
+
+def test_a_class_may_make_the_components_in_an_argument_itself(load):
+    text = f"""
+    s:
+      _component_: {HERE}.Several
+      seed: 3
+      parts: {{a: {{_component_: {HERE}.User}}, b: {{_component_: {HERE}.User}}}}
+      one: {{_component_: {HERE}.User, seed: 8}}
+    """
+    cfg = load(text)
+    validate(cfg, {"s": Component()})
+    several = pickle.loads(pickle.dumps(as_partial(cfg.s)))()
+    assert several.parts == {"a": User(seed=3), "b": User(seed=3)}
+    assert several.one == User(seed=8)
+    cfg.s.parts.b.seed = 4
+    with pytest.raises(ConfigError, match=r"s\.parts\.b\.seed: the recipe itself passes 'seed'"):
+        validate(cfg, {"s": Component()})
 
 
 # The decorator
