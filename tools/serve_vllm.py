@@ -32,6 +32,7 @@ from components.models.paths import model_dir
 HOST = "127.0.0.1"
 LOG = "vllm.log"
 TAIL_CHARS = 2000
+KILL_S = 10.0
 
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB of keys and values
@@ -182,9 +183,13 @@ class VllmServer:
         process, self._process = self._process, None
         if process is None:
             return
-        # The group outlives its leader where that died alone.
+        # The group outlives its leader, and gigabytes take a while to be given back.
+        deadline = time.monotonic() + KILL_S
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            while time.monotonic() < deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.poll()
+                time.sleep(0.05)
         process.wait()
 
     def _check_alive(self) -> None:
@@ -209,7 +214,9 @@ class VllmServer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="directory, or cached name")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="directory, or cached name"
+    )
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--log", type=Path, default=Path(LOG), help=f"default: {LOG}")
     parser.add_argument("--start-timeout-s", type=float, default=300.0)

@@ -1,0 +1,105 @@
+"""A real server that plays the user, and what went to it and came back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from components.models.paths import model_dir
+from tools.serve_vllm import ROOT, VllmServer
+
+MAX_NEW_TOKENS = 64
+
+
+def one_sentence_model(directory: Path) -> Path:
+    """SmolLM2, whose answers end with their first sentence: alone it talks until it is cut.
+
+    The weights and the tokenizer are links; only generation_config.json differs.
+    """
+    source = model_dir("smollm2-135m-instruct")
+    directory.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.name != "generation_config.json":
+            (directory / path.name).symlink_to(path)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    ends = [tokenizer.token_to_id(text) for text in ("<|im_end|>", ".", "!", "?")]
+    assert None not in ends
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return directory
+
+
+def user_server(directory: Path, *, log: Path) -> VllmServer:
+    """A server for users with tools (telecom); not started."""
+    return VllmServer(
+        directory,
+        log=log,
+        start_timeout_s=600.0,
+        args=(
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *("--chat-template", str(ROOT / "tools/chatml_tools.jinja")),
+            *("--override-generation-config", json.dumps({"max_new_tokens": MAX_NEW_TOKENS})),
+        ),
+    )
+
+
+class Witness(ThreadingHTTPServer):
+    """Passes requests on to a server and keeps them, with the answers.
+
+    Attributes:
+        seen: for each request its body, its headers and the answer's body.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, server: VllmServer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.target = server.url.removesuffix("/v1")
+        self.seen: list[tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = []
+        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def __enter__(self) -> Witness:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+        self.thread.join()
+        self.server_close()
+
+    def said(self) -> list[str]:
+        """The texts that the server answered."""
+        replies = [answer["choices"][0]["message"] for _, _, answer in self.seen]
+        return [reply["content"] for reply in replies if not reply.get("tool_calls")]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Witness
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        request = urllib.request.Request(
+            self.server.target + self.path, body, {"Content-Type": "application/json"}
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=600) as reply:
+            answer = reply.read()
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.seen.append((json.loads(body), headers, json.loads(answer)))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
