@@ -24,11 +24,11 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from components.models.paths import model_dir
 
+ROOT = Path(__file__).parents[1]
 HOST = "127.0.0.1"
 LOG = "vllm.log"
 TAIL_CHARS = 2000
