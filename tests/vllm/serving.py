@@ -15,6 +15,8 @@ from components.models.paths import model_dir
 from tools.serve_vllm import ROOT, VllmServer
 
 MAX_NEW_TOKENS = 64
+REQUEST = "Please check your status bar."
+CALL = '<tool_call>\n{"name": "check_status_bar", "arguments": {}}\n</tool_call>'
 
 
 def one_sentence_model(directory: Path) -> Path:
@@ -34,7 +36,23 @@ def one_sentence_model(directory: Path) -> Path:
     return directory
 
 
-def user_server(directory: Path, *, log: Path) -> VllmServer:
+def template_with_examples(path: Path) -> Path:
+    """Our chat template, and another prompt where the agent says REQUEST: nothing but examples.
+
+    SmolLM2 calls no tool that it is only told of, but it goes on with a pattern. What it writes is
+    sampled and read by the server like any other answer.
+    """
+    examples = f"<|im_start|>user\n{REQUEST}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = f"{examples}{CALL}<|im_end|>\n" * 4 + examples
+    asked = f"messages[-1].role == 'user' and messages[-1].content == {json.dumps(REQUEST)}"
+    usual = (ROOT / "tools/chatml_tools.jinja").read_text(encoding="utf-8")
+    path.write_text(
+        f"{{%- if {asked} %}}{{{{- {json.dumps(prompt)} }}}}{{%- else %}}{usual}{{%- endif %}}"
+    )
+    return path
+
+
+def user_server(directory: Path, *, template: Path, log: Path) -> VllmServer:
     """A server for users with tools (telecom); not started."""
     return VllmServer(
         directory,
@@ -42,7 +60,7 @@ def user_server(directory: Path, *, log: Path) -> VllmServer:
         start_timeout_s=600.0,
         args=(
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-            *("--chat-template", str(ROOT / "tools/chatml_tools.jinja")),
+            *("--chat-template", str(template)),
             *("--override-generation-config", json.dumps({"max_new_tokens": MAX_NEW_TOKENS})),
         ),
     )
