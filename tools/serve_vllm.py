@@ -39,6 +39,12 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding needs rights that containers lack
 }
 """Ours where the caller has set nothing."""
+ARGUMENTS = (
+    *("--enforce-eager", "--dtype", "bfloat16"),
+    # In 0.32.0 a request with a seed and a temperature whose prompt is cut into chunks ends the whole
+    # server on a CPU: "CPU Generator does not use offset".
+    "--no-enable-chunked-prefill",
+)
 FORCED = {
     "VLLM_HOST_IP": HOST,
     "VLLM_NO_USAGE_STATS": "1",
@@ -131,7 +137,7 @@ class VllmServer:
         inherited = {k: v for k, v in os.environ.items() if k not in REMOVED}
         command = [*self.command, "--model", str(self.directory), "--host", HOST]
         command += ["--port", str(self.port), "--served-model-name", self.model]
-        command += ["--enforce-eager", "--dtype", "bfloat16", *self.args]
+        command += [*ARGUMENTS, *self.args]
         begin = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -109,8 +110,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.target + self.path, body, {"Content-Type": "application/json"}
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=600) as reply:
-            answer = reply.read()
+        try:
+            with opener.open(request, timeout=600) as reply:
+                answer = reply.read()
+        except urllib.error.HTTPError as error:
+            self.send_error(error.code)
+            return
+        except OSError:
+            self.send_error(502)
+            return
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.seen.append((json.loads(body), headers, json.loads(answer)))
         self.send_response(200)

@@ -19,7 +19,8 @@ STAND_IN = """
 import json, os, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-words = [word for word in sys.argv[1:] if word != "--enforce-eager"]
+FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+words = [word for word in sys.argv[1:] if word not in FLAGS]
 arguments = dict(zip(words[::2], words[1::2]))
 if "--die" in arguments:
     sys.exit("no such model here")
