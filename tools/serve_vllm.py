@@ -41,8 +41,8 @@ DEFAULTS = {
 """Ours where the caller has set nothing."""
 ARGUMENTS = (
     *("--enforce-eager", "--dtype", "bfloat16"),
-    # In 0.32.0 a request with a seed and a temperature whose prompt is cut into chunks ends the whole
-    # server on a CPU: "CPU Generator does not use offset".
+    # In 0.32.0 a request with a seed and a temperature whose prompt is cut into chunks ends the
+    # whole server on a CPU: "CPU Generator does not use offset".
     "--no-enable-chunked-prefill",
 )
 FORCED = {
