@@ -250,3 +250,35 @@ def test_settings_are_checked(settings, message):
     }
     with pytest.raises(ValueError, match=message):
         chunked_logprobs(**{**call, **settings})
+
+
+@pytest.mark.parametrize("train_weight", [True, False])
+@pytest.mark.parametrize("chunk_size", [1, 3, 64])
+def test_the_entropy_has_its_gradient_where_it_is_asked_for(chunk_size, train_weight):
+    """Against autograd through the dense table; log-probability and entropy both take part."""
+    hidden, weight, targets, factor = _draw(10)
+    hidden.requires_grad_(True)
+    weight.requires_grad_(train_weight)
+    leaves = [hidden, weight] if train_weight else [hidden]
+    dense, dense_entropy = _dense(hidden, weight, targets, 0.7)
+    expected = torch.autograd.grad((dense * factor + dense_entropy * factor.flip(0)).sum(), leaves)
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, targets=targets, temperature=0.7, chunk_size=chunk_size, entropy_grad=True
+    )
+    torch.testing.assert_close(entropy, dense_entropy, rtol=0, atol=1e-13)
+    grads = torch.autograd.grad((logprobs * factor + entropy * factor.flip(0)).sum(), leaves)
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-13)
+
+
+def test_an_entropy_that_is_not_computed_has_no_gradient():
+    hidden, weight, targets, _ = _draw(2)
+    with pytest.raises(ValueError, match="entropy_grad"):
+        chunked_logprobs(
+            hidden,
+            weight,
+            targets=targets,
+            temperature=1.0,
+            compute_entropy=False,
+            entropy_grad=True,
+        )
