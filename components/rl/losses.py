@@ -109,7 +109,7 @@ class GSPOLoss:
     """Like ``GRPOLoss``, but ratio and clip are those of whole rollouts (GSPO).
 
     ``s_i = exp(mean_t(trainer_logprob - old_logprob))`` over the trained tokens of rollout i takes
-    the place of each token's ratio. https://arxiv.org/abs/2507.18071, equations 5 to 7; with the
+    the place of each token's ratio. https://arxiv.org/abs/2507.18071; with the
     aggregation ``sequence`` the sum is the paper's ``mean_i min(s_i A_i, clip(s_i) A_i)``. The clip
     is much narrower than that of tokens, whose ratios it averages: the defaults are the paper's.
 
@@ -167,7 +167,7 @@ class CISPOLoss:
     """Policy gradient whose importance weight is clipped, so that no token loses its gradient.
 
     ``-sum_t sg(clip(rho_t, 1 - eps_low, 1 + eps_high)) A_t trainer_logprob_t / denominator`` where
-    sg stops the gradient. MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5; as there
+    sg stops the gradient. MiniMax-M1, https://arxiv.org/abs/2506.13585; as there
     the lower bound is off by default (eps_low = 1).
 
     Args and Raises: see ``GRPOLoss``; eps_low may be 1.

@@ -6,9 +6,9 @@ Suffixes: ``M`` trained tokens of a row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -120,6 +120,26 @@ class Objective:
             return None
         ratios = self.importance.log_ratios(before, batch.generator_logprobs, batch.rollout)
         return self.importance.keep(ratios)
+
+
+def objective_from(options: Mapping[str, Any], *, loss: Callable[..., LossOutput]) -> Objective:
+    """The objective that a config asks for.
+
+    Args:
+        options: with the keys ``aggregation`` and ``importance`` (mappings of their settings),
+            ``ratio`` and ``entropy_bonus``; others are left alone.
+        loss: the loss.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+    return Objective(
+        loss=loss,
+        aggregation=Aggregation(**options["aggregation"]),
+        importance=Importance(**options["importance"]),
+        ratio=options["ratio"],
+        entropy_bonus=options["entropy_bonus"],
+    )
 
 
 def count(batch: PackedBatch, keep: Tensor | None) -> tuple[float, float]:

@@ -3,12 +3,7 @@ import math
 import pytest
 import torch
 
-from components.rl.losses import (
-    GRPOLoss,
-    mismatch,
-    sft_loss,
-    truncated_importance_weights,
-)
+from components.rl.losses import CISPOLoss, GRPOLoss, GSPOLoss, sft_loss
 
 F64 = torch.float64
 
@@ -174,54 +169,12 @@ def test_importance_weights_scale_the_policy_term_only():
     assert float(out.kl_sum) == pytest.approx(math.log(2) - 0.5)
 
 
-def test_truncated_importance_weights():
-    trainer = _leaf([math.log(0.9), math.log(0.2), math.log(0.4)])
-    generator = _const([math.log(0.3), math.log(0.4), math.log(0.4)])
-    weights = truncated_importance_weights(trainer, generator, cap=2.0)
-    assert weights.tolist() == pytest.approx([2.0, 0.5, 1.0])
-    assert not weights.requires_grad
-
-
-def test_importance_weight_of_an_impossible_token_is_the_cap():
-    # exp(800) overflows if the cap comes after it
-    weights = truncated_importance_weights(_const([-1.0]), _const([-801.0]), cap=2.0)
-    assert weights.tolist() == pytest.approx([2.0])
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_logprobs_must_be_finite(bad):
-    good = _const([-1.0, -1.0])
-    with pytest.raises(FloatingPointError, match=r"generator_logprobs: 1 of 2 .* at token 1"):
-        truncated_importance_weights(good, _const([-1.0, bad]), cap=2.0)
-    with pytest.raises(FloatingPointError, match="trainer_logprobs"):
-        truncated_importance_weights(_const([bad, -1.0]), good, cap=2.0)
-
-
 def test_sft_loss():
     logprobs = _leaf([-1.0, -2.0])
     loss = sft_loss(logprobs, denominator=6)
     loss.backward()
     assert loss.item() == pytest.approx(0.5)
     assert logprobs.grad.tolist() == pytest.approx([-1 / 6, -1 / 6])
-
-
-def test_mismatch():
-    # generator .5, trainer .25: r = trainer / generator = .5, k3 = r - 1 - ln r
-    result = mismatch(_leaf([math.log(0.25), -1.0]), _const([math.log(0.5), -1.0]))
-    assert result.kl == pytest.approx((0.5 - 1 + math.log(2)) / 2)
-    assert result.logprob_diff_max == pytest.approx(math.log(2))
-    assert result.num_tokens == 2
-    empty = mismatch(torch.empty(0), torch.empty(0))
-    assert (empty.kl, empty.logprob_diff_max, empty.num_tokens) == (0.0, 0.0, 0)
-
-
-def test_mismatch_estimates_kl_from_generator_to_trainer():
-    generator, trainer = _const([0.5, 0.3, 0.2]), _const([0.2, 0.2, 0.6])
-    estimate = sum(
-        float(generator[i]) * mismatch(trainer[i : i + 1].log(), generator[i : i + 1].log()).kl
-        for i in range(3)
-    )
-    assert estimate == pytest.approx(float((generator * (generator / trainer).log()).sum()))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +206,3 @@ def test_inputs_are_checked():
         _grpo(GRPOLoss(), logprobs, [-1.0, -1.0], [1.0])
     with pytest.raises(ValueError, match="old_logprobs carries a gradient"):
         GRPOLoss()(logprobs, old_logprobs=logprobs, advantages=_const([1.0, 1.0]), denominator=2)
-    with pytest.raises(ValueError, match="cap"):
-        truncated_importance_weights(_const([-1.0]), _const([-1.0]), cap=0.0)
-    with pytest.raises(ValueError, match="same shape"):
-        mismatch(_const([-1.0]), _const([-1.0, -2.0]))
