@@ -240,9 +240,7 @@ def test_gspo_by_hand():
 
 def test_gspo_keeps_a_bad_rollout_that_became_likelier():
     logprobs = _leaf(_logs(GSPO_NEW[2:]))
-    out = _grpo(
-        GSPOLoss(), logprobs, _logs(GSPO_OLD[2:]), [-1.0] * 2, rollout=torch.tensor([0, 0])
-    )
+    out = _grpo(GSPOLoss(), logprobs, _logs(GSPO_OLD[2:]), [-1.0] * 2, rollout=torch.tensor([0, 0]))
     out.loss.backward()
     assert out.loss.item() == pytest.approx(2.0)
     assert logprobs.grad.tolist() == pytest.approx([1.0, 1.0])
