@@ -107,6 +107,7 @@ class PolicyUpdate:
         Raises:
             FloatingPointError: a loss or gradient that is not finite.
         """
+        self._optimizer.zero_grad(set_to_none=True)  # what a batch that was given up left behind
         state = [_Row(batch=batch, plan=plan) for batch, plan in rows]
         if self._objective.importance.masks:
             self._mask(state, check_stop, dump)
