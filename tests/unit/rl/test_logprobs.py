@@ -182,9 +182,11 @@ def _peak_bytes(call):
     return peak
 
 
-@pytest.mark.parametrize("compute_entropy", [True, False])
+@pytest.mark.parametrize(
+    ("compute_entropy", "entropy_grad"), [(True, False), (False, False), (True, True)]
+)
 @pytest.mark.parametrize("train_weight", [True, False])
-def test_peak_bytes(train_weight, compute_entropy):
+def test_peak_bytes(train_weight, compute_entropy, entropy_grad):
     """Fault 17: no step holds more than a chunk of logits (two with the entropy)."""
     num_tokens, width, vocab, chunk_size = 512, 16, 8192, 32
     hidden, weight, targets, _ = _draw(num_tokens, width, vocab, dtype=torch.float32)
@@ -192,22 +194,23 @@ def test_peak_bytes(train_weight, compute_entropy):
     weight.requires_grad_(train_weight)
 
     def step():
-        logprobs, _ = chunked_logprobs(
+        logprobs, entropy = chunked_logprobs(
             hidden,
             weight,
             targets=targets,
             temperature=0.9,
             chunk_size=chunk_size,
             compute_entropy=compute_entropy,
+            entropy_grad=entropy_grad,
         )
-        logprobs.sum().backward()
+        (logprobs + entropy if entropy_grad else logprobs).sum().backward()
 
     def dense_step():
         _dense(hidden, weight, targets, 0.9)[0].sum().backward()
 
     chunk = chunk_size * vocab * 4
     weight_grad = vocab * width * 4 if train_weight else 0
-    per_token = num_tokens * (4 * width + 8) * 4
+    per_token = num_tokens * (4 * width * (1 + entropy_grad) + 8) * 4
     peak = _peak_bytes(step)
     limit = (1 + compute_entropy) * chunk + weight_grad + per_token
     assert chunk < peak <= limit
