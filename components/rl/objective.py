@@ -79,7 +79,9 @@ class Objective:
             FloatingPointError: a log-probability that is not finite.
         """
         old = batch.generator_logprobs if self.ratio == "generator" else before
-        ratios = self.importance.log_ratios(before, batch.generator_logprobs, batch.rollout)
+        importance, ratios = self.importance, None
+        if importance.cap is not None:
+            ratios = importance.log_ratios(before, batch.generator_logprobs, batch.rollout)
         columns = {
             "logprobs": logprobs,
             "old": old,
@@ -93,7 +95,6 @@ class Objective:
             columns = {name: None if c is None else c[keep] for name, c in columns.items()}
         rollout, ratios = columns["rollout"], columns["ratios"]
         assert rollout is not None
-        assert ratios is not None
         token_weights = self.aggregation.token_weights(rollout)
         out = self.loss(
             columns["logprobs"],
@@ -101,7 +102,7 @@ class Objective:
             advantages=columns["advantages"],
             denominator=denominator,
             ref_logprobs=columns["reference"],
-            is_weights=self.importance.weights(ratios),
+            is_weights=None if ratios is None else importance.weights(ratios),
             token_weights=token_weights,
             rollout=rollout,
         )
@@ -112,7 +113,7 @@ class Objective:
             bonus = bonus if token_weights is None else bonus * token_weights
             loss = out.loss - self.entropy_bonus * bonus.sum() / denominator
             out = dataclasses.replace(out, loss=loss)
-        return out, self.importance.num_capped(ratios)
+        return out, 0 if ratios is None else importance.num_capped(ratios)
 
     def keep(self, before: Tensor, batch: PackedBatch) -> Tensor | None:
         """Which tokens [M] of a row stay in the loss; None: all, whatever they are."""

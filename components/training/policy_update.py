@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from components.training.reference import ReferencePolicy
 from components.training.update import UpdateTotals, check_finite
 
 Rows = Sequence[tuple[PackedBatch, MaskPlan]]
+Guard = Callable[[Mapping[str, float]], None]
+"""Stops the run when one of some named values is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +112,9 @@ class PolicyUpdate:
         """
         self._optimizer.zero_grad(set_to_none=True)  # what a batch that was given up left behind
         state = [_Row(batch=batch, plan=plan) for batch, plan in rows]
+        guard = partial(check_finite, rows=rows, dump=dump)
         if self._objective.importance.masks:
-            self._mask(state, check_stop, dump)
+            self._mask(state, check_stop, guard)
         denominator = self._denominator(state)
         if denominator == 0.0:
             return {"importance/masked_frac": 1.0}, None
@@ -121,10 +125,10 @@ class PolicyUpdate:
             for row in state:
                 if number == 0:
                     check_stop()
-                self._backward(row, denominator, totals, dump)
+                self._backward(row, denominator, totals, guard)
             if number == 0:
                 own = model_metrics()
-            found.append(self._step(totals, rows, dump))
+            found.append(self._step(totals, guard))
         if len(found) > 1:
             self._model.step_metrics()  # what the later updates counted is not the next step's
         means = {name: sum(m[name] for m in found) / len(found) for name in found[0]}
@@ -146,7 +150,7 @@ class PolicyUpdate:
             entropy_grad=entropy_grad,
         )
 
-    def _mask(self, state: Sequence[_Row], check_stop: Callable[[], None], dump: Path) -> None:
+    def _mask(self, state: Sequence[_Row], check_stop: Callable[[], None], guard: Guard) -> None:
         """Decide which tokens are in the loss.
 
         A pass of its own: the denominator, which they change, must be known before any backward.
@@ -155,7 +159,7 @@ class PolicyUpdate:
             check_stop()
             with torch.no_grad():
                 row.before = self.logprobs(row.batch, row.plan)[0]
-            _check_logprobs(row, dump)
+            guard({"trainer_logprobs": float(row.before.sum())})
             row.keep = self._objective.keep(row.before, row.batch)
 
     def _denominator(self, state: Sequence[_Row]) -> float:
@@ -166,7 +170,7 @@ class PolicyUpdate:
             num_tokens=num_tokens, num_rollouts=num_rollouts
         )
 
-    def _backward(self, row: _Row, denominator: float, totals: UpdateTotals, dump: Path) -> None:
+    def _backward(self, row: _Row, denominator: float, totals: UpdateTotals, guard: Guard) -> None:
         """Add the gradient of one row, and count it."""
         batch, bonus = row.batch, self._objective.entropy_bonus > 0.0
         if self._reference is not None and row.reference is None:
@@ -175,7 +179,7 @@ class PolicyUpdate:
         logprobs, entropy = self.logprobs(batch, row.plan, entropy_grad=bonus)
         if row.before is None:
             row.before = logprobs.detach()
-            _check_logprobs(row, dump)
+            guard({"trainer_logprobs": float(row.before.sum())})
         out, num_capped = self._objective(
             logprobs,
             batch=batch,
@@ -192,19 +196,13 @@ class PolicyUpdate:
         gap = mismatch(row.before, batch.generator_logprobs)
         totals.add(out, entropy=entropy, gap=gap, num_capped=num_capped)
 
-    def _step(self, totals: UpdateTotals, rows: Rows, dump: Path) -> dict[str, float]:
+    def _step(self, totals: UpdateTotals, guard: Guard) -> dict[str, float]:
         """One optimizer step, unless a number is not finite. Collective."""
         metrics = totals.metrics(self._world)
         params = self._masters.parameters()
         metrics["train/grad_norm"] = clip_grad_norm(params, self._settings.max_grad_norm)
-        check_finite(metrics, rows, dump)
+        guard(metrics)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._masters.publish()
         return metrics
-
-
-def _check_logprobs(row: _Row, dump: Path) -> None:
-    assert row.before is not None
-    total = float(row.before.sum())
-    check_finite({"trainer_logprobs": total}, [(row.batch, row.plan)], dump)
