@@ -107,13 +107,16 @@ class Objective:
             rollout=rollout,
         )
         if self.entropy_bonus > 0.0:
-            bonus = columns["entropy"]
-            if bonus is None:
-                raise ValueError(f"entropy_bonus = {self.entropy_bonus}: needs the entropy")
-            bonus = bonus if token_weights is None else bonus * token_weights
-            loss = out.loss - self.entropy_bonus * bonus.sum() / denominator
-            out = dataclasses.replace(out, loss=loss)
+            bonus = self._bonus(columns["entropy"], token_weights)
+            out = dataclasses.replace(out, loss=out.loss - bonus / denominator)
         return out, 0 if ratios is None else importance.num_capped(ratios)
+
+    def _bonus(self, entropy: Tensor | None, token_weights: Tensor | None) -> Tensor:
+        """The weighted sum over tokens that is taken off the loss, not divided."""
+        if entropy is None:
+            raise ValueError(f"entropy_bonus = {self.entropy_bonus}: needs the entropy")
+        weighted = entropy if token_weights is None else entropy * token_weights
+        return self.entropy_bonus * weighted.sum()
 
     def keep(self, before: Tensor, batch: PackedBatch) -> Tensor | None:
         """Which tokens [M] of a row stay in the loss; None: all, whatever they are."""
