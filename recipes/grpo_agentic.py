@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from components.attention.plan import MaskPlan
 from components.data.dataset import task_loader
 from components.envs.base import Task
 from components.models.paths import model_dir
 from components.models.weights import save_hf
-from components.rl.forward import packed_logprobs
 from components.rl.groups import trained_items
-from components.rl.losses import mismatch, truncated_importance_weights
-from components.rl.packing import PackedBatch, PackItem
+from components.rl.objective import objective_from
+from components.rl.packing import PackItem
 from components.rollout.evaluation import evaluation_line, evaluation_metrics
 from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder
@@ -45,8 +44,10 @@ from components.training.metrics import MetricsLog, Timer, console_line, peak_gi
 from components.training.model_metrics import model_metrics
 from components.training.parallelize import World
 from components.training.plot import plot_run
+from components.training.policy_update import PolicyUpdate, UpdateSettings
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
+from components.training.refill import play_groups
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
 from components.training.stop import StopRequested, StopSignal
 from components.training.supervised import SupervisedSettings
@@ -75,9 +76,7 @@ SCHEMA = {
     "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
     "tokens_per_batch": Int(min=1),
     "logprob_chunk": Int(min=1),
-    "advantages": {"normalize_std": Bool(), "eps": Float(min=0, default=1e-6)},
-    "loss": Component(),
-    "importance_cap": Float(min=1, default=None),
+    **sections.UPDATE,
     "optimizer": Component(positional=1),
     "max_grad_norm": Float(gt=0),
     "probe_update": Bool(default=True),
@@ -90,6 +89,7 @@ def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
     problems = sections.train_split(cfg)
     problems += sections.same_tasks(cfg, "dataset") + sections.same_tasks(cfg, "eval.dataset")
+    problems += sections.update_options(cfg)
     problems += sections.at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
     problems += sections.at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
     if cfg.warm_start.num_steps:
@@ -121,7 +121,7 @@ class GRPOAgentic:
         self.source_dir = model_dir(cfg.model_dir)
         self.dataset = instantiate(cfg.dataset)
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
-        self.loss = instantiate(cfg.loss)
+        self.objective = objective_from(as_dict(cfg), loss=instantiate(cfg.loss))
         self.output_dir = run_dir.check(cfg.output_dir, resume=cfg.resume, recipe="grpo_agentic")
         self.pool = worker_pool(
             make_env=as_partial(cfg.env, checker=instantiate(cfg.checker)),
@@ -133,14 +133,29 @@ class GRPOAgentic:
             specs = self._specs(everything, group_size=1, phase="prompts")
             self.pool.check_prompts(specs, on_round=check_stop)
         self._build_model()
-        self.loader = task_loader(self.dataset, tasks_per_step=cfg.tasks_per_step, seed=cfg.seed)
+        # One by one: with dynamic sampling a step draws as many as it needs.
+        self.loader = task_loader(self.dataset, tasks_per_step=1, seed=cfg.seed)
         found = checkpoint.last_whole(self.output_dir) if cfg.resume else None
         if found is None:
             if cfg.resume:
                 self.say(f"no whole checkpoint in {self.output_dir}: starting from the beginning")
             self._warm_start()
         self.optimizer = instantiate(cfg.optimizer, self.masters.parameters())
-        self.reference = ReferencePolicy(self.model) if self.loss.beta > 0 else None
+        self.reference = ReferencePolicy(self.model) if self.objective.loss.beta > 0 else None
+        self.update_policy = PolicyUpdate(
+            self.model,
+            self.masters,
+            self.optimizer,
+            objective=self.objective,
+            reference=self.reference,
+            settings=UpdateSettings(
+                temperature=cfg.rollout.temperature,
+                logprob_chunk=cfg.logprob_chunk,
+                max_grad_norm=cfg.max_grad_norm,
+                updates_per_batch=cfg.updates_per_batch,
+            ),
+            world=self.world,
+        )
         if found is not None:
             self._load(found)
         self._sync_engine()
@@ -230,12 +245,12 @@ class GRPOAgentic:
     def train(self) -> None:
         """Run to ``num_steps``, saving as it goes; Ctrl-C stops cleanly with a checkpoint."""
         cfg = self.cfg
-        tasks = iter(self.loader)
+        tasks = chain.from_iterable(self.loader)
         loader_state = self.loader.state_dict()
         try:
             self._evaluate_if_due()
             while self.step < cfg.num_steps:
-                self._step(next(tasks))
+                self._step(tasks)
                 loader_state = self.loader.state_dict()
                 if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
                     self._save(loader_state)
@@ -248,20 +263,31 @@ class GRPOAgentic:
         if self.world.is_main:
             plot_run(self.output_dir)
 
-    def _step(self, tasks: Sequence[Task]) -> None:
+    def _step(self, tasks: Iterator[Task]) -> None:
         cfg, start, timer = self.cfg, time.perf_counter(), Timer()
         with timer("rollout"):
-            rollouts = self._play(
-                tasks, cfg.rollout.group_size, f"train/{self.step + 1}", cfg.rollout.temperature
+            rollouts, refilled = play_groups(
+                lambda num: list(islice(tasks, num)),
+                partial(
+                    self._play,
+                    group_size=cfg.rollout.group_size,
+                    phase=f"train/{self.step + 1}",
+                    temperature=cfg.rollout.temperature,
+                ),
+                num_groups=cfg.tasks_per_step,
+                max_refills=cfg.dynamic_sampling.max_refills,
+                world=self.world,
             )
-        items, advantages = trained_items(rollouts, **as_dict(cfg.advantages))
+        items, advantages = trained_items(
+            rollouts, mask_overlong=cfg.mask_overlong, **as_dict(cfg.advantages)
+        )
         with timer("update"):
             metrics, probe = self._update(items)
         self.step += 1
         if probe is not None and cfg.probe_update:
             with timer("probe"), torch.no_grad():
                 batch, plan, old = probe
-                new = self._logprobs(batch, plan)[0]
+                new = self.update_policy.logprobs(batch, plan)[0]
                 metrics |= update.logprob_gain(new, old, batch, self.world)
         with timer("sync"):
             self._sync_engine()
@@ -269,6 +295,7 @@ class GRPOAgentic:
         metrics = {
             **rollout_metrics(everyone),
             **update.group_metrics(advantages, self.world),
+            **refilled,
             **metrics,
             **timer.metrics(since=start),
             "perf/sampled_tokens_per_s": sampled_tokens(everyone) / timer.seconds["rollout"],
@@ -280,20 +307,29 @@ class GRPOAgentic:
             self.recorder.write(self.step, everyone)
             self.metrics.log(self.step, metrics)
         self.say(console_line(self.step, cfg.num_steps, metrics))
-        if metrics["pack/trained_tokens"] == 0:
-            self.say(
-                "          no group had rollouts with different rewards, so there was nothing to "
-                "learn from in this step and the weights did not change"
-            )
+        if probe is None:
+            self.say(f"{'':10}{update.why_nothing_changed(metrics)}")
 
-    def _specs(self, tasks: Sequence[Task], *, group_size: int, phase: str) -> list[RolloutSpec]:
+    def _specs(
+        self, tasks: Sequence[Task], first_group: int = 0, *, group_size: int, phase: str
+    ) -> list[RolloutSpec]:
         """Orders for this rank's share of the tasks."""
-        named = [(task.domain, task.id) for task in tasks]
-        specs = group_specs(named, group_size=group_size, seed=self.cfg.seed, phase=phase)
+        specs = group_specs(
+            [(task.domain, task.id) for task in tasks],
+            group_size=group_size,
+            seed=self.cfg.seed,
+            phase=phase,
+            first_group=first_group,
+        )
         return [spec for spec in specs if spec.group % self.world.size == self.world.rank]
 
     def _play(
-        self, tasks: Sequence[Task], group_size: int, phase: str, temperature: float
+        self,
+        tasks: Sequence[Task],
+        first_group: int,
+        group_size: int,
+        phase: str,
+        temperature: float,
     ) -> list[Rollout]:
         """Rollouts of this rank's share of the tasks."""
         assert self.pool is not None
@@ -301,7 +337,7 @@ class GRPOAgentic:
             return play_rollouts(
                 self.pool,
                 self.engine,
-                self._specs(tasks, group_size=group_size, phase=phase),
+                self._specs(tasks, first_group, group_size=group_size, phase=phase),
                 temperature=temperature,
                 label=phase,
                 show=self.world.is_main,
@@ -309,68 +345,26 @@ class GRPOAgentic:
             )
 
     def _update(self, items: Sequence[PackItem]) -> tuple[dict[str, float], tuple | None]:
-        """One optimizer step over all ranks' rollouts.
+        """The optimizer steps on all ranks' rollouts.
 
         Returns:
-            Metrics; the first row, its mask plan and its log-probabilities before the step, or
+            Metrics; the first row, its mask plan and its log-probabilities before the steps, or
             None when there was nothing to train.
         """
-        cfg, world = self.cfg, self.world
         rows, metrics = update.packed_rows(
-            items, tokens_per_batch=cfg.tokens_per_batch, world=world
+            items, tokens_per_batch=self.cfg.tokens_per_batch, world=self.world
         )
         metrics["train/lr"] = self.optimizer.param_groups[0]["lr"]
-        trained = metrics["pack/trained_tokens"]
-        if trained == 0:
+        if metrics["pack/trained_tokens"] == 0:
             return metrics, None
-        dump = self.output_dir / f"not_finite_step_{self.step + 1}_rank_{world.rank}.pt"
-        totals = update.UpdateTotals()
-        first = None
-        for batch, plan in rows:
-            self.stop.check_together(world)
-            reference = None
-            if self.reference is not None:
-                with self.reference.swapped_in(), torch.no_grad():
-                    reference = self._logprobs(batch, plan)[0]
-            logprobs, entropy = self._logprobs(batch, plan)
-            old = logprobs.detach()
-            update.check_finite({"trainer_logprobs": float(old.sum())}, rows, dump)
-            first = first or (batch, plan, old)
-            weights = None
-            if cfg.importance_cap is not None:
-                weights = truncated_importance_weights(
-                    old, batch.generator_logprobs, cap=cfg.importance_cap
-                )
-            out = self.loss(
-                logprobs,
-                old_logprobs=old,
-                advantages=batch.advantages,
-                denominator=trained,
-                ref_logprobs=reference,
-                is_weights=weights,
-            )
-            # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
-            (out.loss * world.size).backward()
-            totals.add(out, entropy=entropy, gap=mismatch(old, batch.generator_logprobs))
-        metrics |= totals.metrics(world)
-        metrics |= model_metrics(self.model, self.engine_model, items, world)
-        params = self.masters.parameters()
-        metrics["train/grad_norm"] = parallelize.clip_grad_norm(params, cfg.max_grad_norm)
-        update.check_finite(metrics, rows, dump)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.masters.publish()
-        return metrics, first
-
-    def _logprobs(self, batch: PackedBatch, plan: MaskPlan):
-        return packed_logprobs(
-            self.model,
-            batch,
-            plan=plan,
-            temperature=self.cfg.rollout.temperature,
-            chunk_size=self.cfg.logprob_chunk,
-            compute_entropy=True,
+        dump = self.output_dir / f"not_finite_step_{self.step + 1}_rank_{self.world.rank}.pt"
+        found, first = self.update_policy(
+            rows,
+            check_stop=lambda: self.stop.check_together(self.world),
+            model_metrics=lambda: model_metrics(self.model, self.engine_model, items, self.world),
+            dump=dump,
         )
+        return metrics | found, first
 
     def _evaluate_if_due(self) -> None:
         """Held-out tasks with the official reward; recorded beside the training rollouts."""
@@ -382,7 +376,7 @@ class GRPOAgentic:
         if not (due or self.step == cfg.num_steps) or self.world.max([float(done)])[0]:
             return
         num_trials, tasks = cfg.eval.num_trials, self.eval_dataset.tasks
-        rollouts = self._play(tasks, num_trials, f"eval/{self.step}", cfg.eval.temperature)
+        rollouts = self._play(tasks, 0, num_trials, f"eval/{self.step}", cfg.eval.temperature)
         rollouts = self.world.gather(rollouts)
         metrics = evaluation_metrics(rollouts, num_trials=num_trials)
         if self.metrics is not None and self.recorder is not None:

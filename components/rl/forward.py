@@ -21,6 +21,7 @@ def packed_logprobs(
     temperature: float,
     chunk_size: int,
     compute_entropy: bool = False,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run one row through the model.
 
@@ -32,6 +33,7 @@ def packed_logprobs(
         temperature: of the sampling; logits are divided by it.
         chunk_size: trained tokens whose logits exist at a time.
         compute_entropy: also return the entropy of each distribution.
+        entropy_grad: the entropy carries a gradient.
 
     Returns:
         Log-probabilities [M] and entropies [M] (or None), fp32.
@@ -42,6 +44,7 @@ def packed_logprobs(
         temperature=temperature,
         chunk_size=chunk_size,
         compute_entropy=compute_entropy,
+        entropy_grad=entropy_grad,
     )
     return model(
         batch.tokens[None],

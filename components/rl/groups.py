@@ -18,7 +18,12 @@ def by_group(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def trained_items(
-    rollouts: Sequence[Rollout], *, normalize_std: bool, eps: float
+    rollouts: Sequence[Rollout],
+    *,
+    normalize_std: bool,
+    eps: float,
+    leave_one_out: bool = False,
+    mask_overlong: bool = False,
 ) -> tuple[list[PackItem], GroupAdvantages]:
     """Advantages within each group, and the rollouts of the groups that carry a signal.
 
@@ -26,6 +31,11 @@ def trained_items(
         rollouts: of a step; failed ones (no reward) leave their group.
         normalize_std: see ``group_advantages``.
         eps: likewise.
+        leave_one_out: likewise.
+        mask_overlong: leave rollouts that the context or token budget cut (truncated_tokens) out of
+            the loss, though not out of their group's mean and standard deviation. A cut rollout
+            says little of how good its tokens are (overlong filtering, DAPO,
+            https://arxiv.org/abs/2503.14476).
 
     Returns:
         What to pack, and the advantages of all groups with the counts of dropped ones.
@@ -35,11 +45,13 @@ def trained_items(
         [[rollout.reward for rollout in group] for group in groups],
         normalize_std=normalize_std,
         eps=eps,
+        leave_one_out=leave_one_out,
     )
     items = [
         PackItem(tokens=rollout.tokens, advantage=advantage, key=rollout.spec.rollout_id)
         for group, row, kept in zip(groups, advantages.values, advantages.kept, strict=True)
         for rollout, advantage in zip(group, row, strict=True)
         if kept and advantage is not None
+        if not (mask_overlong and rollout.status == "truncated_tokens")
     ]
     return items, advantages

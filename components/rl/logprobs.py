@@ -13,6 +13,10 @@ The first needs nothing from above but a factor per token, so the forward pass c
 logits it holds anyway: where the weight is frozen (LoRA), backward never sees the vocabulary again.
 Where the weight is trained, backward recomputes the logits chunk by chunk.
 
+The entropy H = -sum_v p_v log p_v may carry a gradient too (an entropy bonus), in the same way:
+
+    d H / d x_v = -p_v (log p_v + H)
+
 Suffixes: ``M`` trained tokens, ``C`` tokens of a chunk, ``D`` width, ``V`` vocabulary.
 """
 
@@ -34,6 +38,7 @@ def chunked_logprobs(
     temperature: float,
     chunk_size: int = 256,
     compute_entropy: bool = True,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -49,10 +54,11 @@ def chunked_logprobs(
         temperature: the one that the tokens were sampled with; logits are divided by it.
         chunk_size: tokens whose logits exist at a time.
         compute_entropy: also return the entropy of each distribution.
+        entropy_grad: the entropy carries a gradient; one more product with the weight per chunk.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats, fp32 (fp64 for fp64 input). The entropy
-        carries no gradient and is None if not asked for.
+        is None if not asked for.
 
     Raises:
         ValueError: temperature or chunk_size out of range, shapes or dtypes that do not fit.
@@ -69,10 +75,12 @@ def chunked_logprobs(
         raise ValueError(f"targets {list(targets.shape)}: must be [M] = [{hidden.shape[0]}]")
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}")
+    if entropy_grad and not compute_entropy:
+        raise ValueError("entropy_grad = True: needs compute_entropy=True")
     # needs_input_grad ignores torch.no_grad(), and the gradient costs as much as the logits.
     needs_grad = torch.is_grad_enabled() and hidden.requires_grad
     logprobs, entropy = _ChunkedLogprobs.apply(
-        hidden, weight, targets, temperature, chunk_size, compute_entropy, needs_grad
+        hidden, weight, targets, temperature, chunk_size, compute_entropy, needs_grad, entropy_grad
     )  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs, entropy if compute_entropy else None
 
@@ -88,14 +96,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_size: int,
         compute_entropy: bool,
         needs_grad: bool,
+        entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _wide(hidden.dtype)
         num_tokens = hidden.shape[0]
         lse = hidden.new_empty(num_tokens, dtype=dtype)
         logprobs = torch.empty_like(lse)
         entropy = torch.empty_like(lse if compute_entropy else lse[:0])
-        # d logp / d hidden, still without the factor that comes from the loss
-        slope = hidden.new_empty((num_tokens if needs_grad else 0, hidden.shape[1]), dtype=dtype)
+        # d logp / d hidden and d entropy / d hidden, without the factors that come from the loss
+        kept = (num_tokens if needs_grad else 0, num_tokens if needs_grad and entropy_grad else 0)
+        slope, entropy_slope = (
+            hidden.new_empty((rows, hidden.shape[1]), dtype=dtype) for rows in kept
+        )
         buffers = _buffers(hidden, weight, chunk_size, count=1 + compute_entropy)
         for start in range(0, num_tokens, chunk_size):
             rows = slice(start, min(start + chunk_size, num_tokens))
@@ -108,39 +120,57 @@ class _ChunkedLogprobs(torch.autograd.Function):
             lse[rows] = total.log() + peak.squeeze(1)
             logprobs[rows] = target - lse[rows]
             if compute_entropy:
-                entropy[rows] = lse[rows] - x.mul_(e).sum(dim=1) / total
+                xe = x.mul_(e)
+                entropy[rows] = lse[rows] - xe.sum(dim=1) / total
             if needs_grad:
                 mean_row = torch.mm(e.to(weight.dtype), weight).to(dtype) / total[:, None]
                 slope[rows] = (weight[targets[rows]].to(dtype) - mean_row) / temperature
-        ctx.mark_non_differentiable(entropy)
+            if kept[1]:
+                # p (log p + H) = (x e + (H - lse) e) / total
+                pull = xe.add_(e.mul_((entropy[rows] - lse[rows])[:, None])).div_(total[:, None])
+                pulled = torch.mm(pull.to(weight.dtype), weight).to(dtype)
+                entropy_slope[rows] = pulled.div_(-temperature)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        ctx.dtype = hidden.dtype
+        ctx.dtype, ctx.entropy_grad = hidden.dtype, entropy_grad
         if weight.requires_grad:
-            ctx.save_for_backward(slope, hidden, weight, targets, lse)
+            ctx.save_for_backward(slope, entropy_slope, hidden, weight, targets, lse, entropy)
         else:
-            ctx.save_for_backward(slope)
+            ctx.save_for_backward(slope, entropy_slope)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        slope, *rest = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        slope, entropy_slope, *rest = ctx.saved_tensors
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_hidden = (grad_logprobs[:, None] * slope).to(ctx.dtype)
+            grad_hidden = grad_logprobs[:, None] * slope
+            if ctx.entropy_grad:
+                grad_hidden += grad_entropy[:, None] * entropy_slope
+            grad_hidden = grad_hidden.to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = _weight_grad(
-                grad_logprobs, *rest, temperature=ctx.temperature, chunk_size=ctx.chunk_size
+                grad_logprobs,
+                grad_entropy if ctx.entropy_grad else None,
+                *rest,
+                temperature=ctx.temperature,
+                chunk_size=ctx.chunk_size,
             )
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 def _weight_grad(
     grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     lse: Tensor,
+    entropy: Tensor,
     *,
     temperature: float,
     chunk_size: int,
@@ -148,12 +178,17 @@ def _weight_grad(
     """Gradient of the weight [V, D], accumulated in fp32, from logits that are recomputed."""
     factor = grad_logprobs / temperature
     grad = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
-    buffer = _buffers(hidden, weight, chunk_size, count=1)[0]
+    buffers = _buffers(hidden, weight, chunk_size, count=1 + (grad_entropy is not None))
     for start in range(0, len(hidden), chunk_size):
         rows = slice(start, start + chunk_size)
         h, scale = hidden[rows], factor[rows, None]
-        x = _logits(h, weight, temperature, out=buffer)
-        p = x.sub_(lse[rows, None]).exp_().mul_(scale)
+        logp = _logits(h, weight, temperature, out=buffers[0]).sub_(lse[rows, None])
+        p = torch.exp(logp, out=buffers[-1][: len(logp)])  # in place unless logp is needed
+        if grad_entropy is not None:
+            pull = logp.add_(entropy[rows, None]).mul_(grad_entropy[rows, None] / temperature)
+            p = p.mul_(pull.add_(scale))
+        else:
+            p = p.mul_(scale)
         if grad.dtype == weight.dtype:
             grad.addmm_(p.t(), h, alpha=-1)
         else:

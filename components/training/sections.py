@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from components.training.schema import Bool, Component, Float, Int, ListOf, Str
+from components.training.schema import Bool, Component, Float, Int, ListOf, OneOf, Str
 
 ROLLOUT = {
     "max_turns": Int(min=1),
@@ -29,6 +29,31 @@ WARM_START = {
     "use_cache": Bool(default=True),
 }
 """Supervised steps on demonstrations; see ``warm_start``."""
+
+UPDATE = {
+    "dynamic_sampling": {"max_refills": Int(min=0, default=0)},
+    "advantages": {
+        "normalize_std": Bool(),
+        "leave_one_out": Bool(default=False),
+        "eps": Float(min=0, default=1e-6),
+    },
+    "mask_overlong": Bool(default=False),
+    "loss": Component(),
+    "aggregation": {
+        "over": OneOf("token", "sequence", "constant", default="token"),
+        "divisor": Float(gt=0, default=None),
+    },
+    "ratio": OneOf("proximal", "generator", default="proximal"),
+    "importance": {
+        "level": OneOf("token", "sequence", default="token"),
+        "cap": Float(min=1, default=None),
+        "mask_below": Float(gt=0, lt=1, default=None),
+        "mask_above": Float(gt=1, default=None),
+    },
+    "entropy_bonus": Float(min=0, default=0.0),
+    "updates_per_batch": Int(min=1, default=1),
+}
+"""From the rollouts of a step to its gradient; see ``trained_items`` and ``Objective``."""
 
 EVALUATION = {
     "dataset": Component(),
@@ -115,4 +140,24 @@ def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
             wanted = part.get(key)
             if wanted is not None and wanted != env.get(key, wanted):
                 problems.append(f"{path}.{key} = {wanted}: must be {env_path}.{key} = {env[key]}")
+    return problems
+
+
+def update_options(cfg: Mapping[str, Any]) -> list[str]:
+    """The problems of options of the update that do not go together."""
+    problems = []
+    over, divisor = cfg["aggregation"]["over"], cfg["aggregation"]["divisor"]
+    if over == "constant" and divisor is None:
+        problems.append("aggregation.divisor = None: aggregation.over = constant needs a number")
+    if over != "constant" and divisor is not None:
+        problems.append(
+            f"aggregation.divisor = {divisor}: aggregation.over = {over} has no use for it; "
+            "must be null"
+        )
+    cap = cfg["importance"]["cap"]
+    if cfg["ratio"] == "generator" and cap is not None:
+        problems.append(
+            f"importance.cap = {cap}: ratio = generator holds this weight in its ratio already, "
+            "it would count twice; must be null"
+        )
     return problems

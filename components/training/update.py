@@ -11,8 +11,9 @@ from torch import Tensor
 
 from components.attention.plan import MaskPlan
 from components.rl.advantages import GroupAdvantages
-from components.rl.losses import LossOutput, Mismatch
+from components.rl.importance import Mismatch
 from components.rl.packing import PackedBatch, PackItem, empty_batch, pack, pack_stats
+from components.rl.totals import LossOutput
 from components.training.parallelize import World
 
 
@@ -48,43 +49,61 @@ def packed_rows(
 
 
 class UpdateTotals:
-    """Sums over the rows of a step, made into metrics per trained token of all ranks."""
+    """Sums over the rows of an update, made into metrics of all ranks.
 
-    def __init__(self) -> None:
+    Args:
+        denominator: of the loss, over all rows and ranks.
+    """
+
+    def __init__(self, *, denominator: float) -> None:
+        self._denominator = denominator
         self._sums: dict[str, float] = {}
-        self._num_tokens = 0
         self._worst_gap = 0.0
-        self._loss = 0.0
 
-    def add(self, out: LossOutput, *, entropy: Tensor | None, gap: Mismatch) -> None:
+    def add(
+        self, out: LossOutput, *, entropy: Tensor | None, gap: Mismatch, num_capped: int = 0
+    ) -> None:
         """Count one row.
 
         Args:
-            out: of the loss.
-            entropy: [M] of the sampled distributions, or None.
-            gap: between trainer and generator.
+            out: of the loss, over the tokens that are in it.
+            entropy: [M] of the sampled distributions of those tokens, or None.
+            gap: between trainer and generator, over all trained tokens.
+            num_capped: tokens whose importance weight is the cap.
         """
-        self._num_tokens += out.num_tokens
         # max() would lose a NaN: every comparison with one is false.
         if not gap.logprob_diff_max <= self._worst_gap and not math.isnan(self._worst_gap):
             self._worst_gap = gap.logprob_diff_max
         for name, value in (
+            ("loss/total", out.loss.detach()),
+            ("num_tokens", out.num_tokens),
+            ("num_with_masked", gap.num_tokens),
             ("loss/policy", out.policy_sum),
             ("loss/kl", out.kl_sum),
             ("policy/clip_frac_low", out.num_clipped_low),
             ("policy/clip_frac_high", out.num_clipped_high),
-            ("policy/entropy", 0.0 if entropy is None else entropy.sum()),
+            ("policy/entropy", 0.0 if entropy is None else entropy.detach().sum()),
+            ("importance/capped_frac", num_capped),
             ("mismatch/kl", gap.kl_sum),
         ):
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
-        self._loss += float(out.loss.detach())
 
     def metrics(self, world: World) -> dict[str, float]:
-        """Means over the trained tokens of all ranks. Collective."""
-        loss, num_tokens, *sums = world.sum([self._loss, self._num_tokens, *self._sums.values()])
-        means = {name: s / num_tokens for name, s in zip(self._sums, sums, strict=True)}
-        worst = world.max([self._worst_gap])[0]
-        return {"loss/total": loss, **means, "mismatch/logprob_diff_max": worst}
+        """The loss and its parts, and means over the tokens of all ranks. Collective."""
+        sums = dict(zip(self._sums, world.sum(list(self._sums.values())), strict=True))
+        loss, tokens = sums.pop("loss/total"), sums.pop("num_tokens")
+        all_tokens = sums.pop("num_with_masked")
+        divisors = {
+            "loss/policy": self._denominator,
+            "loss/kl": self._denominator,
+            "mismatch/kl": all_tokens,
+        }
+        return {
+            "loss/total": loss,
+            **{name: value / divisors.get(name, tokens) for name, value in sums.items()},
+            "importance/masked_frac": 1.0 - tokens / all_tokens,
+            "mismatch/logprob_diff_max": world.max([self._worst_gap])[0],
+        }
 
 
 def group_metrics(advantages: GroupAdvantages, world: World) -> dict[str, float]:
@@ -95,6 +114,16 @@ def group_metrics(advantages: GroupAdvantages, world: World) -> dict[str, float]
         "group/zero_std_frac": no_variance / groups,
         "group/too_small_frac": too_small / groups,
     }
+
+
+def why_nothing_changed(metrics: Mapping[str, float]) -> str:
+    """A sentence for a step without an optimizer step."""
+    reason = "no group had rollouts with different rewards"
+    if metrics["pack/trained_tokens"] > 0:
+        reason = "importance.mask_below and importance.mask_above left no token in the loss"
+    return (
+        f"{reason}, so there was nothing to learn from in this step and the weights did not change"
+    )
 
 
 def check_finite(
@@ -116,7 +145,7 @@ def check_finite(
     columns = ("tokens", "position", "index", "targets", "advantages", "generator_logprobs")
     torch.save([{name: getattr(b, name).cpu() for name in columns} for b, _ in rows], dump)
     raise FloatingPointError(
-        f"{wrong} not finite: the weights are those before this step; its batch is in {dump}"
+        f"{wrong} not finite: the weights are those before this update; its batch is in {dump}"
     )
 
 

@@ -17,7 +17,7 @@ import yaml
 from components.attention.plan import MaskPlan
 from components.envs.base import Message, ToolCall
 from components.envs.check import check_env
-from components.rl.losses import mismatch
+from components.rl.importance import mismatch
 from components.rollout.agent_loop import Limits, run_episode
 from components.rollout.types import Rollout
 from components.training.component import check_component
@@ -282,7 +282,7 @@ def test_the_loss_of_a_rank_without_tokens(my_package):
 
 def test_the_sums_of_the_loss_become_metrics(my_package):
     logprobs, advantages = torch.tensor([-1.0, -3.0]), torch.tensor([1.0, -2.0])
-    totals = UpdateTotals()
+    totals = UpdateTotals(denominator=2.0)
     out = my_package.Reinforce()(
         logprobs, old_logprobs=logprobs, advantages=advantages, denominator=2.0
     )

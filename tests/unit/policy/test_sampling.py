@@ -62,3 +62,13 @@ def test_rows_have_their_own_temperature_and_greedy_reports_temperature_1():
     assert logprobs[0] == pytest.approx(float(logits[0].log_softmax(-1)[1]))
     assert logprobs[1] == pytest.approx(float((logits[1] / 2).log_softmax(-1)[2]))
     assert all(p <= 0.0 for p in logprobs)
+
+
+def test_the_whole_distribution_is_sampled():
+    """Fault 16: p = .5 .3 .2 is not cut (with top_p .75 the first would have .625 and the third
+    none), so the log-probability is that of the trainer's softmax."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(3, 3)
+    tokens, logprobs = sample(logits, temperatures=[1.0] * 3, draws=[0.1, 0.6, 0.9])
+    assert tokens == [0, 1, 2]
+    assert logprobs == pytest.approx([math.log(0.5), math.log(0.3), math.log(0.2)])
+    assert logprobs[0] != pytest.approx(math.log(0.625))

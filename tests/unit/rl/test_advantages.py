@@ -22,6 +22,7 @@ def test_without_std():
 
 
 def test_none_between_rewards_keeps_its_place():
+    # Fault 11: the None is excluded, the others are +-.
     result = group_advantages([[1.0, None, 0.0]])
     assert _rounded(result.values) == [[1.0, None, -1.0]]
 
@@ -51,6 +52,7 @@ def test_leave_one_out_leaves_failures_out():
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.3])
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_group_without_variance_is_dropped(reward, group):
+    # Faults 11 and 18: a group of one has advantage 0, not its raw reward and not NaN.
     result = group_advantages([[reward] * group])
     assert result.values == [[0.0] * group]
     assert result.kept == [False]
@@ -90,6 +92,7 @@ def test_shaping_that_cancels_the_rewards():
 
 
 def test_partial_credit_is_a_signal():
+    # Fault 12: the official reward is 0 for all three.
     result = group_advantages([[0.2, 0.5, 0.0]])
     assert result.kept == [True]
     std = math.sqrt(((0.2 - 0.7 / 3) ** 2 + (0.5 - 0.7 / 3) ** 2 + (0.7 / 3) ** 2) / 3)

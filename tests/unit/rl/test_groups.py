@@ -1,5 +1,7 @@
 """From rollouts to trained items."""
 
+import pytest
+
 from components.rl.groups import by_group, trained_items
 from components.rollout.types import Ledger, Rollout, RolloutSpec
 
@@ -38,3 +40,42 @@ def test_groups_without_variance_are_dropped_and_counted():
     items, advantages = trained_items(rollouts, normalize_std=False, eps=0.0)
     assert [(i.key, i.advantage) for i in items] == [("1/0", -0.25), ("1/1", 0.25)]
     assert advantages.num_no_variance == 1
+
+
+def test_leave_one_out_by_hand():
+    # the others' means: .25, .5, .75
+    rewards = [1.0, 0.5, 0.0]
+    rollouts = [rollout(0, member, reward) for member, reward in enumerate(rewards)]
+    items, _ = trained_items(rollouts, normalize_std=False, leave_one_out=True, eps=0.0)
+    assert [i.advantage for i in items] == [0.75, 0.0, -0.75]
+
+
+def test_overlong_rollouts_are_masked_but_stay_in_the_statistics():
+    # rewards [1, 0, 0 (cut)]: mean 1/3 with the cut one, 1/2 without
+    rollouts = [
+        rollout(0, 0, 1.0),
+        rollout(0, 1, 0.0),
+        rollout(0, 2, 0.0, "truncated_tokens"),
+    ]
+    for mask, expected in ((False, ["0/0", "0/1", "0/2"]), (True, ["0/0", "0/1"])):
+        items, advantages = trained_items(
+            rollouts, normalize_std=False, eps=0.0, mask_overlong=mask
+        )
+        assert [i.key for i in items] == expected
+        assert [i.advantage for i in items][:2] == pytest.approx([2 / 3, -1 / 3])
+        assert advantages.values[0] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+
+
+@pytest.mark.parametrize("status", ["truncated_max_steps", "truncated_errors", "truncated_refused"])
+def test_other_ends_are_not_overlong(status):
+    rollouts = [rollout(0, 0, 1.0), rollout(0, 1, 0.0, status)]
+    items, _ = trained_items(rollouts, normalize_std=False, eps=0.0, mask_overlong=True)
+    assert len(items) == 2
+
+
+def test_a_signal_of_a_cut_rollout_alone_is_a_signal():
+    """The group is kept by its rewards; what is trained of it are the others."""
+    rollouts = [rollout(0, 0, 1.0), rollout(0, 1, 0.0, "truncated_tokens")]
+    items, advantages = trained_items(rollouts, normalize_std=True, eps=0.0, mask_overlong=True)
+    assert advantages.kept == [True]
+    assert [(i.key, i.advantage) for i in items] == [("0/0", 1.0)]

@@ -182,9 +182,11 @@ def _peak_bytes(call):
     return peak
 
 
-@pytest.mark.parametrize("compute_entropy", [True, False])
+@pytest.mark.parametrize(
+    ("compute_entropy", "entropy_grad"), [(True, False), (False, False), (True, True)]
+)
 @pytest.mark.parametrize("train_weight", [True, False])
-def test_peak_bytes(train_weight, compute_entropy):
+def test_peak_bytes(train_weight, compute_entropy, entropy_grad):
     """Fault 17: no step holds more than a chunk of logits (two with the entropy)."""
     num_tokens, width, vocab, chunk_size = 512, 16, 8192, 32
     hidden, weight, targets, _ = _draw(num_tokens, width, vocab, dtype=torch.float32)
@@ -192,22 +194,23 @@ def test_peak_bytes(train_weight, compute_entropy):
     weight.requires_grad_(train_weight)
 
     def step():
-        logprobs, _ = chunked_logprobs(
+        logprobs, entropy = chunked_logprobs(
             hidden,
             weight,
             targets=targets,
             temperature=0.9,
             chunk_size=chunk_size,
             compute_entropy=compute_entropy,
+            entropy_grad=entropy_grad,
         )
-        logprobs.sum().backward()
+        (logprobs + entropy if entropy_grad else logprobs).sum().backward()
 
     def dense_step():
         _dense(hidden, weight, targets, 0.9)[0].sum().backward()
 
     chunk = chunk_size * vocab * 4
     weight_grad = vocab * width * 4 if train_weight else 0
-    per_token = num_tokens * (4 * width + 8) * 4
+    per_token = num_tokens * (4 * width * (1 + entropy_grad) + 8) * 4
     peak = _peak_bytes(step)
     limit = (1 + compute_entropy) * chunk + weight_grad + per_token
     assert chunk < peak <= limit
@@ -250,3 +253,35 @@ def test_settings_are_checked(settings, message):
     }
     with pytest.raises(ValueError, match=message):
         chunked_logprobs(**{**call, **settings})
+
+
+@pytest.mark.parametrize("train_weight", [True, False])
+@pytest.mark.parametrize("chunk_size", [1, 3, 64])
+def test_the_entropy_has_its_gradient_where_it_is_asked_for(chunk_size, train_weight):
+    """Against autograd through the dense table; log-probability and entropy both take part."""
+    hidden, weight, targets, factor = _draw(10)
+    hidden.requires_grad_(True)
+    weight.requires_grad_(train_weight)
+    leaves = [hidden, weight] if train_weight else [hidden]
+    dense, dense_entropy = _dense(hidden, weight, targets, 0.7)
+    expected = torch.autograd.grad((dense * factor + dense_entropy * factor.flip(0)).sum(), leaves)
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, targets=targets, temperature=0.7, chunk_size=chunk_size, entropy_grad=True
+    )
+    torch.testing.assert_close(entropy, dense_entropy, rtol=0, atol=1e-13)
+    grads = torch.autograd.grad((logprobs * factor + entropy * factor.flip(0)).sum(), leaves)
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-13)
+
+
+def test_an_entropy_that_is_not_computed_has_no_gradient():
+    hidden, weight, targets, _ = _draw(2)
+    with pytest.raises(ValueError, match="entropy_grad"):
+        chunked_logprobs(
+            hidden,
+            weight,
+            targets=targets,
+            temperature=1.0,
+            compute_entropy=False,
+            entropy_grad=True,
+        )

@@ -3,12 +3,7 @@ import math
 import pytest
 import torch
 
-from components.rl.losses import (
-    GRPOLoss,
-    mismatch,
-    sft_loss,
-    truncated_importance_weights,
-)
+from components.rl.losses import CISPOLoss, GRPOLoss, GSPOLoss, sft_loss
 
 F64 = torch.float64
 
@@ -174,54 +169,12 @@ def test_importance_weights_scale_the_policy_term_only():
     assert float(out.kl_sum) == pytest.approx(math.log(2) - 0.5)
 
 
-def test_truncated_importance_weights():
-    trainer = _leaf([math.log(0.9), math.log(0.2), math.log(0.4)])
-    generator = _const([math.log(0.3), math.log(0.4), math.log(0.4)])
-    weights = truncated_importance_weights(trainer, generator, cap=2.0)
-    assert weights.tolist() == pytest.approx([2.0, 0.5, 1.0])
-    assert not weights.requires_grad
-
-
-def test_importance_weight_of_an_impossible_token_is_the_cap():
-    # exp(800) overflows if the cap comes after it
-    weights = truncated_importance_weights(_const([-1.0]), _const([-801.0]), cap=2.0)
-    assert weights.tolist() == pytest.approx([2.0])
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_logprobs_must_be_finite(bad):
-    good = _const([-1.0, -1.0])
-    with pytest.raises(FloatingPointError, match=r"generator_logprobs: 1 of 2 .* at token 1"):
-        truncated_importance_weights(good, _const([-1.0, bad]), cap=2.0)
-    with pytest.raises(FloatingPointError, match="trainer_logprobs"):
-        truncated_importance_weights(_const([bad, -1.0]), good, cap=2.0)
-
-
 def test_sft_loss():
     logprobs = _leaf([-1.0, -2.0])
     loss = sft_loss(logprobs, denominator=6)
     loss.backward()
     assert loss.item() == pytest.approx(0.5)
     assert logprobs.grad.tolist() == pytest.approx([-1 / 6, -1 / 6])
-
-
-def test_mismatch():
-    # generator .5, trainer .25: r = trainer / generator = .5, k3 = r - 1 - ln r
-    result = mismatch(_leaf([math.log(0.25), -1.0]), _const([math.log(0.5), -1.0]))
-    assert result.kl == pytest.approx((0.5 - 1 + math.log(2)) / 2)
-    assert result.logprob_diff_max == pytest.approx(math.log(2))
-    assert result.num_tokens == 2
-    empty = mismatch(torch.empty(0), torch.empty(0))
-    assert (empty.kl, empty.logprob_diff_max, empty.num_tokens) == (0.0, 0.0, 0)
-
-
-def test_mismatch_estimates_kl_from_generator_to_trainer():
-    generator, trainer = _const([0.5, 0.3, 0.2]), _const([0.2, 0.2, 0.6])
-    estimate = sum(
-        float(generator[i]) * mismatch(trainer[i : i + 1].log(), generator[i : i + 1].log()).kl
-        for i in range(3)
-    )
-    assert estimate == pytest.approx(float((generator * (generator / trainer).log()).sum()))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +206,128 @@ def test_inputs_are_checked():
         _grpo(GRPOLoss(), logprobs, [-1.0, -1.0], [1.0])
     with pytest.raises(ValueError, match="old_logprobs carries a gradient"):
         GRPOLoss()(logprobs, old_logprobs=logprobs, advantages=_const([1.0, 1.0]), denominator=2)
-    with pytest.raises(ValueError, match="cap"):
-        truncated_importance_weights(_const([-1.0]), _const([-1.0]), cap=0.0)
-    with pytest.raises(ValueError, match="same shape"):
-        mismatch(_const([-1.0]), _const([-1.0, -2.0]))
+
+
+# ---- GSPO: rollout 0 has ratios 2 and 1/2 (geometric mean 1), rollout 1 has 2 and 2 (mean 2)
+
+GSPO_NEW, GSPO_OLD = [0.8, 0.2, 0.8, 0.6], [0.4, 0.4, 0.4, 0.3]
+GSPO_ROLLOUT = torch.tensor([0, 0, 1, 1])
+
+
+def _logs(values):
+    return [math.log(value) for value in values]
+
+
+def test_gspo_by_hand():
+    """Mean over rollouts of min(s A, clip(s) A): s = 1 and 2; the second is clipped to 1.2."""
+    logprobs = _leaf(_logs(GSPO_NEW))
+    out = _grpo(
+        GSPOLoss(eps_low=0.2, eps_high=0.2),
+        logprobs,
+        _logs(GSPO_OLD),
+        [1.0, 1.0, 3.0, 3.0],
+        rollout=GSPO_ROLLOUT,
+        token_weights=_const([0.5] * 4),
+        denominator=2,
+    )
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-(1.0 + 1.2 * 3) / 2)
+    # d s / d logp_t = s / T_i: -(1/2) * 1 * (1/2) for each token of the first, 0 where clipped
+    assert logprobs.grad.tolist() == pytest.approx([-0.25, -0.25, 0.0, 0.0])
+    assert (int(out.num_clipped_low), int(out.num_clipped_high)) == (0, 2)
+    assert float(out.ratio_sum) == pytest.approx(1 + 1 + 2 + 2)
+
+
+def test_gspo_keeps_a_bad_rollout_that_became_likelier():
+    logprobs = _leaf(_logs(GSPO_NEW[2:]))
+    out = _grpo(GSPOLoss(), logprobs, _logs(GSPO_OLD[2:]), [-1.0] * 2, rollout=torch.tensor([0, 0]))
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(2.0)
+    assert logprobs.grad.tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_gspo_at_ratio_one_is_policy_gradient():
+    logprobs = _leaf([-1.0, -2.0, -0.5])
+    out = _grpo(
+        GSPOLoss(),
+        logprobs,
+        logprobs.tolist(),
+        [1.0, 1.0, -0.5],
+        rollout=torch.tensor([0, 0, 1]),
+    )
+    out.loss.backward()
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 3, -1 / 3, 0.5 / 3])
+
+
+# ---- CISPO
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "advantage", "weight"),
+    [
+        (0.1, 0.9, 1.0, 5.0),  # ratio 9 is bounded by 1 + 4, and the token keeps its gradient
+        (0.1, 0.9, -1.0, 5.0),
+        (0.5, 0.9, 2.0, 1.8),
+        (0.5, 0.1, 1.0, 0.2),  # no lower bound
+        (0.5, 0.5, -1.0, 1.0),
+    ],
+)
+def test_cispo_by_hand(old, new, advantage, weight):
+    logprobs = _leaf([math.log(new)])
+    out = _grpo(CISPOLoss(), logprobs, [math.log(old)], [advantage])
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-weight * advantage * math.log(new))
+    assert float(logprobs.grad) == pytest.approx(-weight * advantage)
+    assert int(out.num_clipped_high) == (new / old > 5)
+    assert int(out.num_clipped_low) == 0
+
+
+def test_cispo_with_a_lower_bound():
+    logprobs = _leaf([math.log(0.1)])
+    out = _grpo(CISPOLoss(eps_low=0.2), logprobs, [math.log(0.5)], [1.0])
+    out.loss.backward()
+    assert float(logprobs.grad) == pytest.approx(-0.8)
+    assert int(out.num_clipped_low) == 1
+
+
+# ---- weights of tokens
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss(beta=0.5), GSPOLoss(beta=0.5), CISPOLoss(beta=0.5)])
+def test_token_weights_scale_policy_and_kl(loss):
+    """A weight of 2 on a token is the token twice, in a rollout of its own."""
+    old, ref, advantages = [-1.1, -0.6], _const([-1.5, -0.2]), [1.0, -1.0]
+    logprobs = _leaf([-1.0, -0.5])
+    weighted = _grpo(
+        loss,
+        logprobs,
+        old,
+        advantages,
+        ref_logprobs=ref,
+        token_weights=_const([2.0, 1.0]),
+        rollout=torch.tensor([0, 1]),
+    )
+    twice = [0, 0, 1]
+    repeated = _grpo(
+        loss,
+        logprobs[twice],
+        [old[i] for i in twice],
+        [advantages[i] for i in twice],
+        ref_logprobs=ref[twice],
+        rollout=torch.tensor([0, 1, 2]),
+        denominator=2,
+    )
+    assert weighted.loss.item() == pytest.approx(repeated.loss.item())
+    assert float(weighted.kl_sum) == pytest.approx(float(repeated.kl_sum))
+    assert float(weighted.policy_sum) == pytest.approx(float(repeated.policy_sum))
+    left, right = (torch.autograd.grad(o.loss, logprobs)[0] for o in (weighted, repeated))
+    assert left.tolist() == pytest.approx(right.tolist())
+
+
+def test_bounds_of_gspo_and_cispo_are_checked():
+    with pytest.raises(ValueError, match=r"eps_low = 1\.0: must be in \[0, 1\)"):
+        GSPOLoss(eps_low=1.0)
+    with pytest.raises(ValueError, match=r"eps_low = 1\.5: must be in \[0, 1\]"):
+        CISPOLoss(eps_low=1.5)
+    with pytest.raises(ValueError, match="rollout"):
+        _grpo(GSPOLoss(), _leaf([-1.0, -1.0]), [-1.0] * 2, [1.0] * 2, rollout=torch.tensor([0]))

@@ -7,7 +7,8 @@ import torch
 
 from components.attention.plan import MaskPlan
 from components.rl.advantages import group_advantages
-from components.rl.losses import GRPOLoss, mismatch
+from components.rl.importance import mismatch
+from components.rl.losses import GRPOLoss
 from components.rl.packing import empty_batch, pack
 from components.training.parallelize import World
 from components.training.update import UpdateTotals, check_finite, group_metrics, logprob_gain
@@ -23,16 +24,16 @@ def rows(seed=0):
     return *columns, torch.randn(7, generator=generator)
 
 
-def totals_of(parts):
+def totals_of(parts, *, denominator=7.0):
     new, old, reference, sampled, advantages = rows()
     entropy = torch.arange(7.0)
-    totals = UpdateTotals()
+    totals = UpdateTotals(denominator=denominator)
     for part in parts:
         out = GRPOLoss(beta=0.1)(
             new[part],
             old_logprobs=old[part],
             advantages=advantages[part],
-            denominator=7.0,
+            denominator=denominator,
             ref_logprobs=reference[part],
             is_weights=None,
         )
@@ -58,6 +59,8 @@ def test_means_are_over_tokens_however_they_are_split(parts):
         "policy/clip_frac_low": ((advantages < 0) & (ratio < 0.8)).double().mean().item(),
         "policy/clip_frac_high": ((advantages > 0) & (ratio > 1.2)).double().mean().item(),
         "policy/entropy": 3.0,
+        "importance/capped_frac": 0.0,
+        "importance/masked_frac": 0.0,
         "mismatch/kl": ((old - sampled).exp() - 1 - (old - sampled)).mean().item(),
         "mismatch/logprob_diff_max": gap.max().item(),
     }
@@ -78,15 +81,21 @@ class TwoRanks(World):
         return [max(values[0], 9.0)]
 
 
-OTHER = [0.5, 1.0, 14.0, 0.0, 0.0, 0.0, 8.0, 0.0]  # loss, tokens, policy, kl, low, high, entropy
+# loss, tokens in the loss, tokens with the masked ones, policy, kl, low, high, entropy, capped, gap
+OTHER = [0.5, 1.0, 3.0, 14.0, 0.0, 0.0, 0.0, 8.0, 1.0, 0.0]
 
 
 def test_ranks_are_weighed_by_their_tokens():
     alone = totals_of([slice(0, 7)]).metrics(ALONE)
-    both = totals_of([slice(0, 7)]).metrics(TwoRanks(rank=0, size=2, device=torch.device("cpu")))
-    assert both["loss/total"] == pytest.approx(alone["loss/total"] + 0.5)
+    both = totals_of([slice(0, 7)], denominator=8.0).metrics(
+        TwoRanks(rank=0, size=2, device=torch.device("cpu"))
+    )
+    assert both["loss/total"] == pytest.approx(7 / 8 * alone["loss/total"] + 0.5)
     assert both["loss/policy"] == pytest.approx((7 * alone["loss/policy"] + 14) / 8)
     assert both["policy/entropy"] == pytest.approx((21 + 8) / 8)
+    assert both["importance/capped_frac"] == pytest.approx(1 / 8)
+    assert both["importance/masked_frac"] == pytest.approx(2 / 10)
+    assert both["mismatch/kl"] == pytest.approx(alone["mismatch/kl"] * 7 / 10)
     assert both["mismatch/logprob_diff_max"] == 9.0
 
 
@@ -105,7 +114,7 @@ def row():
 
 def test_a_gap_that_is_not_a_number_is_not_lost():
     policy, old, _, generator, advantages = rows()
-    totals = UpdateTotals()
+    totals = UpdateTotals(denominator=7.0)
     for number in (0.0, math.nan, 0.0):
         shifted = generator.clone()
         shifted[3] += number
@@ -127,7 +136,7 @@ def test_others_stop_the_run_and_leave_the_batch_behind(tmp_path, bad):
         check_finite({"a": 1.0, "loss/x": bad}, [row()], tmp_path / "dump.pt")
     text = str(caught.value)
     assert text.startswith(f"{{'loss/x': {bad}}} not finite")
-    assert "weights are those before this step" in text
+    assert "weights are those before this update" in text
     (path,) = tmp_path.iterdir()
     assert str(path) in text
     (kept,) = torch.load(path, weights_only=True)

@@ -1,0 +1,208 @@
+"""The optimizer steps that are taken on one batch of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.attention.plan import MaskPlan
+from components.models.decoder import PolicyModel
+from components.rl.forward import packed_logprobs
+from components.rl.importance import mismatch
+from components.rl.objective import Objective, count
+from components.rl.packing import PackedBatch
+from components.training.parallelize import World, clip_grad_norm
+from components.training.precision import MasterWeights
+from components.training.reference import ReferencePolicy
+from components.training.update import UpdateTotals, check_finite
+
+Rows = Sequence[tuple[PackedBatch, MaskPlan]]
+Guard = Callable[[Mapping[str, float]], None]
+"""Stops the run when one of some named values is not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """Of ``PolicyUpdate``."""
+
+    temperature: float
+    """Of the sampling."""
+    logprob_chunk: int
+    """Trained tokens whose logits exist at a time."""
+    max_grad_norm: float
+    """Gradients are clipped to this global norm."""
+    updates_per_batch: int = 1
+    """Optimizer steps on the same rollouts. The ratio stays against the log-probabilities from
+    before the first, so from the second on the clip acts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """A row and what is constant over the updates on it."""
+
+    batch: PackedBatch
+    plan: MaskPlan
+    before: Tensor | None = None
+    """[M] log-probabilities before the first update"""
+    reference: Tensor | None = None
+    """[M] of the reference policy"""
+    keep: Tensor | None = None
+    """[M] bool, tokens in the loss; None: all"""
+
+
+class PolicyUpdate:
+    """Takes the optimizer steps of a batch: forward, loss, backward per row, then one step.
+
+    Every rank calls it with the same number of rows.
+
+    Args:
+        model: the policy; changed in place.
+        masters: its fp32 weights, which ``optimizer`` updates.
+        optimizer: over ``masters.parameters()``.
+        objective: the loss and what belongs to it.
+        reference: of the KL term, or None.
+        settings: sizes, clipping, number of updates.
+        world: this process among its peers.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        masters: MasterWeights,
+        optimizer: torch.optim.Optimizer,
+        *,
+        objective: Objective,
+        reference: ReferencePolicy | None,
+        settings: UpdateSettings,
+        world: World,
+    ) -> None:
+        self._model, self._masters, self._optimizer = model, masters, optimizer
+        self._objective, self._reference = objective, reference
+        self._settings, self._world = settings, world
+
+    def __call__(
+        self,
+        rows: Rows,
+        *,
+        check_stop: Callable[[], None],
+        model_metrics: Callable[[], dict[str, float]],
+        dump: Path,
+    ) -> tuple[dict[str, float], tuple[PackedBatch, MaskPlan, Tensor] | None]:
+        """Update the policy on the rows of this rank. Collective.
+
+        Args:
+            rows: with their mask plans, some of them perhaps empty.
+            check_stop: called before each row up to the first optimizer step; what it raises gives
+                the batch up. Later it would leave half of the updates behind.
+            model_metrics: called after the first backward passes, before the weights change.
+            dump: where the rows go if a number is not finite.
+
+        Returns:
+            Metrics, means over the updates; the first row, its plan and its log-probabilities
+            before the updates. When the masks of ``Importance`` left no token of any rank, nothing
+            has changed and there is None.
+
+        Raises:
+            FloatingPointError: a loss or gradient that is not finite.
+        """
+        self._optimizer.zero_grad(set_to_none=True)  # what a batch that was given up left behind
+        state = [_Row(batch=batch, plan=plan) for batch, plan in rows]
+        guard = partial(check_finite, rows=rows, dump=dump)
+        if self._objective.importance.masks:
+            self._mask(state, check_stop, guard)
+        denominator = self._denominator(state)
+        if denominator == 0.0:
+            return {"importance/masked_frac": 1.0}, None
+        found: list[dict[str, float]] = []
+        own: dict[str, float] = {}
+        for number in range(self._settings.updates_per_batch):
+            totals = UpdateTotals(denominator=denominator)
+            for row in state:
+                if number == 0:
+                    check_stop()
+                self._backward(row, denominator, totals, guard)
+            if number == 0:
+                own = model_metrics()
+            found.append(self._step(totals, guard))
+        if len(found) > 1:
+            self._model.step_metrics()  # what the later updates counted is not the next step's
+        means = {name: sum(m[name] for m in found) / len(found) for name in found[0]}
+        first = state[0]
+        assert first.before is not None
+        return means | own, (first.batch, first.plan, first.before)
+
+    def logprobs(
+        self, batch: PackedBatch, plan: MaskPlan, *, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies [M] of a row under the policy as it is."""
+        return packed_logprobs(
+            self._model,
+            batch,
+            plan=plan,
+            temperature=self._settings.temperature,
+            chunk_size=self._settings.logprob_chunk,
+            compute_entropy=True,
+            entropy_grad=entropy_grad,
+        )
+
+    def _mask(self, state: Sequence[_Row], check_stop: Callable[[], None], guard: Guard) -> None:
+        """Decide which tokens are in the loss.
+
+        A pass of its own: the denominator, which they change, must be known before any backward.
+        """
+        for row in state:
+            check_stop()
+            with torch.no_grad():
+                row.before = self.logprobs(row.batch, row.plan)[0]
+            guard({"trainer_logprobs": float(row.before.sum())})
+            row.keep = self._objective.keep(row.before, row.batch)
+
+    def _denominator(self, state: Sequence[_Row]) -> float:
+        """That of all rows of all ranks. Collective."""
+        counts = [count(row.batch, row.keep) for row in state]
+        num_tokens, num_rollouts = self._world.sum([sum(c) for c in zip(*counts, strict=True)])
+        return self._objective.aggregation.denominator(
+            num_tokens=num_tokens, num_rollouts=num_rollouts
+        )
+
+    def _backward(self, row: _Row, denominator: float, totals: UpdateTotals, guard: Guard) -> None:
+        """Add the gradient of one row, and count it."""
+        batch, bonus = row.batch, self._objective.entropy_bonus > 0.0
+        if self._reference is not None and row.reference is None:
+            with self._reference.swapped_in(), torch.no_grad():
+                row.reference = self.logprobs(batch, row.plan)[0]
+        logprobs, entropy = self.logprobs(batch, row.plan, entropy_grad=bonus)
+        if row.before is None:
+            row.before = logprobs.detach()
+            guard({"trainer_logprobs": float(row.before.sum())})
+        out, num_capped = self._objective(
+            logprobs,
+            batch=batch,
+            before=row.before,
+            denominator=denominator,
+            entropy=entropy,
+            reference=row.reference,
+            keep=row.keep,
+        )
+        # FSDP2 averages gradients over ranks; the denominator already counts all ranks.
+        (out.loss * self._world.size).backward()
+        if entropy is not None and row.keep is not None:
+            entropy = entropy[row.keep]
+        gap = mismatch(row.before, batch.generator_logprobs)
+        totals.add(out, entropy=entropy, gap=gap, num_capped=num_capped)
+
+    def _step(self, totals: UpdateTotals, guard: Guard) -> dict[str, float]:
+        """One optimizer step, unless a number is not finite. Collective."""
+        metrics = totals.metrics(self._world)
+        params = self._masters.parameters()
+        metrics["train/grad_norm"] = clip_grad_norm(params, self._settings.max_grad_norm)
+        guard(metrics)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._masters.publish()
+        return metrics

@@ -1,0 +1,192 @@
+"""The optimizer steps on a batch: how many, on what, and when they are given up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from components.attention.plan import MaskPlan
+from components.models.smollm2 import smollm2
+from components.rl.aggregate import Aggregation
+from components.rl.importance import Importance
+from components.rl.losses import GRPOLoss
+from components.rl.objective import Objective
+from components.rl.packing import pack
+from components.training.parallelize import World
+from components.training.policy_update import PolicyUpdate, UpdateSettings
+from components.training.precision import MasterWeights
+from components.training.stop import StopRequested
+from tests.unit.models import tiny
+from tests.unit.rl.ledgers import item
+
+
+@pytest.fixture
+def model(tmp_path):
+    return smollm2(tiny.write(tmp_path / "policy"), dtype=torch.float32)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def rows(model, *, logprob=-4.0):
+    """Three rollouts in rows of their own, sampled with one log-probability."""
+    items = [
+        item(f"{i}", [1, 2], [3 + i, 4, 5], advantage=1.0 - i, logprobs=[logprob] * 5)
+        for i in range(3)
+    ]
+    batches = pack(items, tokens_per_batch=5)
+    assert len(batches) == 3
+    return [(batch, MaskPlan.from_tree(batch.tree)) for batch in batches]
+
+
+def update(model, *, importance=None, lr=0.1, **settings):
+    masters = MasterWeights(model)
+    return PolicyUpdate(
+        model,
+        masters,
+        torch.optim.SGD(masters.parameters(), lr=lr),
+        objective=Objective(
+            loss=GRPOLoss(),
+            aggregation=Aggregation(),
+            importance=importance or Importance(),
+        ),
+        reference=None,
+        settings=UpdateSettings(temperature=1.0, logprob_chunk=8, max_grad_norm=100.0, **settings),
+        world=World.alone(),
+    )
+
+
+def take(policy_update, rows, tmp_path, *, check_stop=lambda: None, model_metrics=dict):
+    return policy_update(
+        rows, check_stop=check_stop, model_metrics=model_metrics, dump=tmp_path / "dump.pt"
+    )
+
+
+def test_one_update_has_ratio_one_and_later_ones_are_clipped(model, tmp_path):
+    """Fault 15: with the ratio to the detached current value no clip would ever act."""
+    metrics, _ = take(update(model, lr=1.0), rows(model), tmp_path)
+    assert metrics["policy/clip_frac_low"] == metrics["policy/clip_frac_high"] == 0
+    assert metrics["loss/policy"] == pytest.approx(0.0, abs=1e-6)  # the advantages add up to 0
+    metrics, _ = take(update(model, lr=1.0, updates_per_batch=3), rows(model), tmp_path)
+    assert metrics["policy/clip_frac_low"] > 0
+    assert metrics["policy/clip_frac_high"] > 0
+
+
+def test_the_probe_is_from_before_the_first_update(model, tmp_path):
+    policy_update, batch_rows = update(model, updates_per_batch=2), rows(model)
+    with torch.no_grad():
+        expected = policy_update.logprobs(*batch_rows[0])[0]
+    _, first = take(policy_update, batch_rows, tmp_path)
+    assert first is not None
+    assert first[0] is batch_rows[0][0]
+    assert torch.equal(first[2], expected)
+    with torch.no_grad():
+        assert not torch.equal(policy_update.logprobs(*batch_rows[0])[0], expected)
+
+
+def test_the_models_metrics_are_taken_once_before_the_weights_change(model, tmp_path):
+    before, seen = weights(model), []
+
+    def model_metrics():
+        seen.append(same(before, weights(model)))
+        return {"moe/x": 3.0}
+
+    metrics, _ = take(
+        update(model, updates_per_batch=2), rows(model), tmp_path, model_metrics=model_metrics
+    )
+    assert seen == [True]
+    assert metrics["moe/x"] == 3.0
+    assert not same(before, weights(model))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_stop_gives_the_batch_up_before_the_first_step_and_never_after(model, tmp_path, masked):
+    importance = Importance(mask_above=1e6) if masked else None
+    before, calls = weights(model), []
+
+    def stop_at(number):
+        def check():
+            calls.append(number)
+            if len(calls) == number:
+                raise StopRequested
+
+        return check
+
+    policy_update = update(model, updates_per_batch=3, importance=importance)
+    num_checks = 6 if masked else 3  # one for each row of each pass before the first step
+    with pytest.raises(StopRequested):
+        take(policy_update, rows(model), tmp_path, check_stop=stop_at(num_checks))
+    assert same(before, weights(model))
+    calls.clear()
+    take(policy_update, rows(model), tmp_path, check_stop=stop_at(num_checks + 1))
+    assert len(calls) == num_checks
+    assert not same(before, weights(model))
+
+
+def test_what_a_stop_gave_up_is_not_in_the_next_gradient(model, tmp_path):
+    """The backward passes before the stop have left gradients behind."""
+    policy_update = update(model)
+    calls = []
+
+    def stop():
+        calls.append(1)
+        if len(calls) == 3:
+            raise StopRequested
+
+    with pytest.raises(StopRequested):
+        take(policy_update, rows(model), tmp_path, check_stop=stop)
+    again, _ = take(policy_update, rows(model), tmp_path)
+    fresh = smollm2(tiny.write(tmp_path / "fresh"), dtype=torch.float32)
+    expected, _ = take(update(fresh), rows(fresh), tmp_path)
+    assert again["train/grad_norm"] == expected["train/grad_norm"]
+
+
+def test_masked_tokens_are_counted_and_when_all_are_nothing_changes(model, tmp_path):
+    before = weights(model)
+    # trainer about e^-4, generator e^-12: ratios about e^8
+    metrics, first = take(
+        update(model, importance=Importance(mask_above=5.0)),
+        rows(model, logprob=-12.0),
+        tmp_path,
+    )
+    assert metrics == {"importance/masked_frac": 1.0}
+    assert first is None
+    assert same(before, weights(model))
+    wide = Importance(mask_above=1e6, cap=2.0)
+    metrics, first = take(update(model, importance=wide), rows(model, logprob=-12.0), tmp_path)
+    assert metrics["importance/masked_frac"] == 0.0
+    assert metrics["importance/capped_frac"] == 1.0
+    assert first is not None
+
+
+def test_a_part_that_is_masked(model, tmp_path):
+    """One of three tokens of each rollout was sampled with e^-12: a third is masked."""
+    items = [
+        item(f"{i}", [1, 2], [3, 4, 5], advantage=a, logprobs=[-4, -4, -4, -12, -4])
+        for i, a in enumerate((1.0, -1.0))
+    ]
+    (batch,) = pack(items, tokens_per_batch=16)
+    metrics, _ = take(
+        update(model, importance=Importance(mask_above=100.0)),
+        [(batch, MaskPlan.from_tree(batch.tree))],
+        tmp_path,
+    )
+    assert metrics["importance/masked_frac"] == pytest.approx(1 / 3)
+    assert metrics["mismatch/logprob_diff_max"] > 5  # of all tokens: a fault stays in sight
+
+
+def test_numbers_that_are_not_finite_stop_the_run(model, tmp_path):
+    with torch.no_grad():
+        model.norm.scale[0] = math.nan
+    before = weights(model)
+    with pytest.raises(FloatingPointError, match="trainer_logprobs"):
+        take(update(model), rows(model), tmp_path)
+    assert (tmp_path / "dump.pt").is_file()
+    assert torch.equal(before["layers.0.attn.q_proj.weight"], model.layers[0].attn.q_proj.weight)
