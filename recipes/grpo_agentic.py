@@ -234,11 +234,11 @@ class GRPOAgentic:
         if self.world.is_main:
             print(text, flush=True)
 
-    def _sync_engine(self) -> None:
+    def _sync_engine(self) -> Mapping[str, float]:
         """Make the engine sample from the trainer's weights, stamped with the step."""
         if self.engine_model is not self.model:
             parallelize.refresh(self.engine_model, self.model)
-        self.engine.sync(self.step)
+        return self.engine.sync(self.step)
 
     # ---- one step ----------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class GRPOAgentic:
                 new = self.update_policy.logprobs(batch, plan)[0]
                 metrics |= update.logprob_gain(new, old, batch, self.world)
         with timer("sync"):
-            self._sync_engine()
+            metrics |= self._sync_engine()
         everyone = self.world.gather(rollouts)
         metrics = {
             **rollout_metrics(everyone),

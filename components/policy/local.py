@@ -114,14 +114,18 @@ class LocalEngine:
         self._caches: dict[str, RolloutCache] = {}
         self._shared: dict[tuple[int, ...], SharedPrefix] = {}
 
-    def sync(self, policy_version: int) -> None:
+    def sync(self, policy_version: int) -> dict[str, float]:
         """The weights have changed: drop every cache and stamp the new version.
 
         Args:
             policy_version: of the weights that the model has now.
+
+        Returns:
+            No metrics: there is nothing to move.
         """
         self._reset()
         self.policy_version = policy_version
+        return {}
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Free what is kept for these rollouts; ids that are not known are passed over."""
