@@ -14,7 +14,8 @@ from components.attention.sink_attention import SinkAttention
 from components.models.decoder import ModelConfig, PolicyModel
 from components.models.hf_config import check_settings, model_config, read_raw, rope_type
 from components.models.layers import FeedForward, RMSNorm
-from components.models.lora import AdapterLinear, check_lora, start_adapters
+from components.models.lora import ADAPTABLE, AdapterLinear, check_lora, start_adapters
+from components.models.nf4 import pack_linears
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
 
@@ -60,6 +61,7 @@ def lora_smollm2(
     lora_alpha: float,
     lora_modules: Sequence[str],
     lora_dtype: torch.dtype = torch.float32,
+    quantize_base: bool = False,
     backend: str = "auto",
     checkpoint_activations: bool = False,
 ) -> PolicyModel:
@@ -76,6 +78,7 @@ def lora_smollm2(
         lora_modules: which linears of every layer, among q_proj, k_proj, v_proj, output_proj, w1
             (gate), w2 (down), w3 (up).
         lora_dtype: of the adapters' weights; float32 keeps small updates.
+        quantize_base: hold the frozen linears of the layers in NF4, 4.13 bits per weight.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
 
@@ -98,7 +101,7 @@ def lora_smollm2(
         lora_rank=lora_rank,
         lora_alpha=lora_alpha,
     )
-    load_hf(model, directory)
+    load_hf(model, directory, pack=pack_linears(ADAPTABLE) if quantize_base else None)
     start_adapters(model, lora_dtype=lora_dtype)
     return model
 

@@ -24,6 +24,7 @@ from components.models.conversion import HAVE_SINKS, from_hf, is_hf_sink, to_hf
 from components.models.decoder import ModelConfig, PolicyModel
 from components.models.lora import adapters, merged_weight
 from components.models.mxfp4 import decode_pairs
+from components.models.nf4 import Pack, decoded, is_nf4
 
 _LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 # Everything beside the weights that transformers and vLLM read.
@@ -39,7 +40,7 @@ _COPIED = (
 )
 
 
-def load_hf(model: PolicyModel, directory: str | Path) -> None:
+def load_hf(model: PolicyModel, directory: str | Path, *, pack: Pack | None = None) -> None:
     """Fill a model with the weights of a Hugging Face directory, cast to the model's dtypes.
 
     Adapters are left alone, and so are sinks that the directory knows nothing of. Parameters on the
@@ -48,6 +49,8 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
     Args:
         model: not sharded.
         directory: with model.safetensors, or shards and model.safetensors.index.json.
+        pack: what is stored in the place of a weight that was on the meta device, such as
+            ``nf4.pack_linears``; one weight at a time, so that no more than one is held twice.
 
     Raises:
         FileNotFoundError: if a weight file is missing.
@@ -76,7 +79,9 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
                 value = value.clone()
             if parameter.is_meta:
                 owner = model.get_submodule(name.rpartition(".")[0])
-                filled = torch.nn.Parameter(value.contiguous(), parameter.requires_grad)
+                value = value.contiguous() if pack is None else pack(name, value.contiguous())
+                trained = parameter.requires_grad and not is_nf4(value)
+                filled = torch.nn.Parameter(value, trained)
                 setattr(owner, name.rpartition(".")[2], filled)
             else:
                 parameter.copy_(value)
@@ -91,6 +96,10 @@ def save_hf(
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a directory that transformers and vLLM load, adapters merged into their base weights.
+
+    A base in NF4 is decoded first, and the adapters are merged into that: what is written is the
+    policy that was trained and sampled, in full precision. Merged into the weights of `source_dir`
+    it would be another one, for the adapters were trained to make up for the rounding.
 
     All is written into ``<directory>.tmp`` first, synced, then renamed. A directory that is
     replaced stands as ``<directory>.old`` for the moment between two renames: give each checkpoint
@@ -139,7 +148,7 @@ def hf_state(
     Args and errors as in save_hf.
     """
     full = dict(model.state_dict() if state is None else state)
-    base = {name: value.detach() for name, value in full.items() if not _is_adapter(name)}
+    base = {name: decoded(value.detach()) for name, value in full.items() if not _is_adapter(name)}
     for name, module in adapters(model).items():
         a, b = full[f"{name}.lora_a.weight"], full[f"{name}.lora_b.weight"]
         weight = base[f"{name}.weight"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.models.decoder import PolicyModel
+from components.models.nf4 import is_nf4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,16 @@ def shard(model: PolicyModel, world: World, *, dtype: torch.dtype) -> None:
 
     Parameters stay fp32 shards, cast to ``dtype`` for compute; gradients are reduced in fp32.
     FSDP2 averages gradients over ranks: the caller multiplies its loss by ``world.size``.
+
+    Raises:
+        ValueError: for weights that are no plain numbers (NF4, MXFP4).
     """
+    packed = [n for n, p in model.named_parameters() if is_nf4(p) or not p.is_floating_point()]
+    if packed:
+        raise ValueError(
+            f"{len(packed)} weights are stored in four bits ({packed[0]}, ...): quantize_base and "
+            f"packed experts run on one rank, not on {world.size}"
+        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -29,11 +29,14 @@ from components.models.gpt_oss.config import (
 )
 from components.models.gpt_oss.experts import add_expert_adapters
 from components.models.lora import add_adapters, check_lora, start_adapters
+from components.models.nf4 import pack_linears
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "output_proj", "gate_up_proj", "down_proj")
 """What adapters can be put on: the linears of the attention, the two maps of every expert."""
+LINEARS = ADAPTABLE[:4]
+"""What ``quantize_base`` holds in NF4, which is for matrices: not the stacks of experts."""
 
 
 def gpt_oss(
@@ -82,6 +85,7 @@ def lora_gpt_oss(
     lora_alpha: float,
     lora_modules: Sequence[str],
     lora_dtype: torch.dtype = torch.float32,
+    quantize_base: bool = False,
     train_sinks: bool = False,
     backend: str = "auto",
     experts: str = "auto",
@@ -97,6 +101,8 @@ def lora_gpt_oss(
         lora_modules: what is adapted in every layer, among q_proj, k_proj, v_proj, output_proj, and
             of every expert gate_up_proj and down_proj.
         lora_dtype: of the adapters' weights; float32 keeps small updates.
+        quantize_base: hold the linears of the attention in NF4, 4.13 bits per weight; of the
+            experts see `experts`.
         train_sinks: train the attention's sink logits too.
         backend: as in :func:`gpt_oss`.
         experts: as in :func:`gpt_oss`.
@@ -121,7 +127,7 @@ def lora_gpt_oss(
     )
     add_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
     add_expert_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
-    load_hf(model, directory)
+    load_hf(model, directory, pack=pack_linears(LINEARS) if quantize_base else None)
     start_adapters(model, lora_dtype=lora_dtype, train_sinks=train_sinks)
     return model
 
