@@ -28,6 +28,8 @@ from components.models.gpt_oss.config import (
     read_config,
 )
 from components.models.gpt_oss.experts import add_expert_adapters
+from components.models.gpt_oss.packed import FROZEN, stream_experts
+from components.models.hf_config import read_raw
 from components.models.lora import add_adapters, check_lora, start_adapters
 from components.models.nf4 import pack_linears
 from components.models.paths import model_dir as find_model_dir
@@ -66,6 +68,10 @@ def gpt_oss(
         ValueError: if it holds another architecture, or weights that do not fit.
     """
     directory = find_model_dir(model_dir)
+    if experts in FROZEN:
+        raise ValueError(
+            f"experts: {experts!r} are frozen, and gpt_oss trains all weights; use lora_gpt_oss"
+        )
     model = build(
         read_config(directory),
         dtype=dtype,
@@ -105,7 +111,9 @@ def lora_gpt_oss(
             experts see `experts`.
         train_sinks: train the attention's sink logits too.
         backend: as in :func:`gpt_oss`.
-        experts: as in :func:`gpt_oss`.
+        experts: as in :func:`gpt_oss`; or, of an MXFP4 directory, packed: kept in its four bits and
+            decoded one expert at a time; or streamed: packed in host memory, two layers at a time
+            on the device. Neither can be adapted: there would be nothing to merge adapters into.
         checkpoint_activations: as in :func:`gpt_oss`.
 
     Returns:
@@ -118,6 +126,8 @@ def lora_gpt_oss(
     """
     check_lora(lora_modules, lora_rank=lora_rank, lora_alpha=lora_alpha, names=ADAPTABLE)
     directory = find_model_dir(model_dir)
+    if experts in FROZEN:
+        _check_frozen(directory, experts, lora_modules)
     model = build(
         read_config(directory),
         dtype=dtype,
@@ -128,8 +138,23 @@ def lora_gpt_oss(
     add_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
     add_expert_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
     load_hf(model, directory, pack=pack_linears(LINEARS) if quantize_base else None)
+    if experts == "streamed":
+        stream_experts(model)
     start_adapters(model, lora_dtype=lora_dtype, train_sinks=train_sinks)
     return model
+
+
+def _check_frozen(directory: Path, experts: str, lora_modules: Sequence[str]) -> None:
+    adapted = [name for name in lora_modules if name not in LINEARS]
+    if adapted:
+        raise ValueError(
+            f"lora_modules: {', '.join(adapted)} cannot be adapted with experts: {experts!r}, "
+            f"whose MXFP4 weights take no merged adapter; allowed: {', '.join(LINEARS)}"
+        )
+    if not read_raw(directory).get("quantization_config"):
+        raise ValueError(
+            f"experts: {experts!r} needs MXFP4 weights, and {directory} has plain ones; use auto"
+        )
 
 
 def _of_size(

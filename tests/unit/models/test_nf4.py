@@ -16,8 +16,8 @@ from components.models.lora import ADAPTABLE, adapters
 from components.models.nf4 import decoded, is_nf4, quantize_base, stored_bytes, to_nf4
 from components.models.smollm2 import lora_smollm2
 from components.models.weights import save_hf
-from components.rollout.types import SampleRequest
 from components.policy.local import LocalEngine
+from components.rollout.types import SampleRequest
 from components.training import parallelize
 from components.training.precision import MasterWeights
 
@@ -120,10 +120,9 @@ def test_gradients_are_those_of_the_decoded_model(directory, build, recompute):
 
 def test_nf4_numbers_are_the_nearest_of_the_paper():
     """The 16 quantiles of QLoRA's appendix E, times the block's largest magnitude."""
-    levels = torch.tensor(
-        [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0]
-        + [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
-    )
+    negative = [1.0, 0.6961928, 0.5250731, 0.3949175, 0.2844414, 0.1847734, 0.0910500]
+    positive = [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
+    levels = torch.tensor([*(-x for x in negative), 0.0, *positive])
     torch.manual_seed(0)
     weight = torch.randn(32, 64)
     blocks = weight.view(-1, 64)
@@ -265,7 +264,7 @@ def test_more_ranks_are_refused(directory):
     model = lora_smollm2(directory, dtype=torch.float32, quantize_base=True, **SETTINGS)
     world = parallelize.World(rank=0, size=2, device=torch.device("cpu"))
     with pytest.raises(
-        ValueError, match="14 weights are stored in four bits .* one rank, not on 2"
+        ValueError, match=r"14 weights are stored in four bits .* one rank, not on 2"
     ):
         parallelize.shard(model, world, dtype=torch.float32)
 
