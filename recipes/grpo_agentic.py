@@ -78,7 +78,7 @@ SCHEMA = {
     "advantages": {"normalize_std": Bool(), "eps": Float(min=0, default=1e-6)},
     "loss": Component(),
     "importance_cap": Float(min=1, default=None),
-    "optimizer": Component(positional=1),
+    "optimizer": sections.OPTIMIZER,
     "max_grad_norm": Float(gt=0),
     "probe_update": Bool(default=True),
     "warm_start": sections.WARM_START,
