@@ -58,6 +58,7 @@ def policy(
     prefix: int = 0,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a policy, all of it trainable.
 
@@ -72,6 +73,8 @@ def policy(
         prefix: positions at the start that no window hides.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model.
@@ -87,6 +90,7 @@ def policy(
         dtype=dtype,
         attention={"sinks": sinks, "window": window, "prefix": prefix, "backend": backend},
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     load_hf(model, directory)
     return model
@@ -106,6 +110,7 @@ def lora_policy(
     prefix: int = 0,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a policy with its weights frozen, and low-rank adapters (and sinks) to train.
 
@@ -123,6 +128,8 @@ def lora_policy(
         prefix: as in ``policy``.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model; only adapters and sinks require gradients.
@@ -139,6 +146,7 @@ def lora_policy(
         dtype=dtype,
         attention={"sinks": sinks, "window": window, "prefix": prefix, "backend": backend},
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
         lora={"lora_modules": lora_modules, "rank": lora_rank, "alpha": lora_alpha},
     )
     load_hf(model, directory, pack=pack_linears(ADAPTABLE) if quantize_base else None)
@@ -152,6 +160,7 @@ def _build(
     dtype: torch.dtype,
     attention: dict[str, Any],
     checkpoint_activations: bool,
+    offload_activations: bool,
     lora: dict[str, Any] | None = None,
 ) -> PolicyModel:
     """Build the model with its weights on the meta device: loading fills them in once."""
@@ -182,6 +191,7 @@ def _build(
         norm=decoder.norm,
         output=output,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
 
 

@@ -26,6 +26,7 @@ def smollm2(
     dtype: torch.dtype,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a SmolLM2, or another Llama with plain RoPE and no biases.
 
@@ -34,6 +35,8 @@ def smollm2(
         dtype: of all weights.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model, all of it trainable.
@@ -48,6 +51,7 @@ def smollm2(
         dtype=dtype,
         backend=backend,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     load_hf(model, directory)
     return model
@@ -64,6 +68,7 @@ def lora_smollm2(
     quantize_base: bool = False,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a SmolLM2 with its weights frozen and low-rank adapters to train.
 
@@ -81,6 +86,8 @@ def lora_smollm2(
         quantize_base: hold the frozen linears of the layers in NF4, 4.13 bits per weight.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model; only the adapters require gradients.
@@ -97,6 +104,7 @@ def lora_smollm2(
         dtype=dtype,
         backend=backend,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
         lora_modules=lora_modules,
         lora_rank=lora_rank,
         lora_alpha=lora_alpha,
@@ -133,6 +141,7 @@ def _build(
     dtype: torch.dtype,
     backend: str,
     checkpoint_activations: bool,
+    offload_activations: bool,
     lora_modules: Sequence[str] = (),
     lora_rank: int = 0,
     lora_alpha: float = 0.0,
@@ -184,6 +193,7 @@ def _build(
             if config.tie_word_embeddings
             else nn.Linear(config.embed_dim, config.vocab_size, bias=False),
             checkpoint_activations=checkpoint_activations,
+            offload_activations=offload_activations,
         )
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.models.decoder import PolicyModel
+from components.models.decoder import PolicyModel, check_offload
 from components.models.nf4 import is_nf4
 
 
@@ -132,11 +132,17 @@ def build_policy(
         make_model: ``make_model(dtype=...)`` builds the model on the CPU.
         world: this process among its peers.
         dtype: of the computation.
+
+    Raises:
+        ValueError: for activations to be offloaded without a CUDA device.
     """
+    built = make_model(dtype=dtype)
+    if built.offload_activations:
+        check_offload(world.device)
     if world.size == 1:
-        model = make_model(dtype=dtype).to(world.device)
+        model = built.to(world.device)
         return model, model
-    engine_model = make_model(dtype=dtype).to(world.device).requires_grad_(False)
+    engine_model = built.to(world.device).requires_grad_(False)
     model = make_model(dtype=torch.float32).to(world.device)
     shard(model, world, dtype=dtype)
     return model, engine_model

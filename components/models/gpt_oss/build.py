@@ -26,6 +26,7 @@ def build(
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """A gpt-oss whose parameters are on the meta device: shapes and names without data.
 
@@ -37,6 +38,8 @@ def build(
         experts: how the products of the experts run: auto, grouped or loop; or packed, or streamed:
             frozen in MXFP4. Call ``stream_experts`` when streamed ones are loaded.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Raises:
         ValueError: an unknown backend or method.
@@ -60,6 +63,7 @@ def build(
             if config.tie_word_embeddings
             else nn.Linear(config.embed_dim, config.vocab_size, bias=False),
             checkpoint_activations=checkpoint_activations,
+            offload_activations=offload_activations,
         )
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
@@ -79,6 +83,7 @@ def random_gpt_oss(
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """A gpt-oss with random weights, for tests and measurements.
 
@@ -91,6 +96,7 @@ def random_gpt_oss(
         backend: as in :func:`build`.
         experts: as in :func:`build`.
         checkpoint_activations: as in :func:`build`.
+        offload_activations: as in :func:`build`.
 
     Raises:
         ValueError: as in :func:`build`.
@@ -101,6 +107,7 @@ def random_gpt_oss(
         backend=backend,
         experts=experts,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in list(model.named_parameters()):

@@ -48,6 +48,7 @@ def gpt_oss(
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a gpt-oss of any size.
 
@@ -59,6 +60,8 @@ def gpt_oss(
         experts: how the products of the experts run: grouped (one kernel call), loop (over the
             experts that are used) or auto (grouped where torch has a kernel; logged).
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model, all of it trainable.
@@ -78,6 +81,7 @@ def gpt_oss(
         backend=backend,
         experts=experts,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     load_hf(model, directory)
     return model
@@ -96,6 +100,7 @@ def lora_gpt_oss(
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a gpt-oss of any size with its weights frozen and low-rank adapters to train.
 
@@ -115,6 +120,7 @@ def lora_gpt_oss(
             decoded one expert at a time; or streamed: packed in host memory, two layers at a time
             on the device. Neither can be adapted: there would be nothing to merge adapters into.
         checkpoint_activations: as in :func:`gpt_oss`.
+        offload_activations: as in :func:`gpt_oss`.
 
     Returns:
         The model; only the adapters (and sinks) require gradients.
@@ -134,6 +140,7 @@ def lora_gpt_oss(
         backend=backend,
         experts=experts,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     add_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
     add_expert_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
