@@ -60,7 +60,8 @@ def static_bytes(config: GptOssConfig, *, experts: str) -> dict[str, int]:
         for module in adapters(model).values()
         for part in (module.lora_a, module.lora_b)
     )
-    dense = sum(p.nbytes for p in model.parameters()) - packed - adapted
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    dense = sum(p.nbytes for p in model.parameters()) + buffers - packed - adapted
     streamed = experts == "streamed"
     tokens = ROLLOUTS * ROLLOUT_TOKENS
     return {

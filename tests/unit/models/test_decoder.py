@@ -106,7 +106,7 @@ def test_offloading_without_cuda_is_refused_before_the_run(tmp_path):
     def make(dtype):
         return smollm2(directory, dtype=dtype, backend="folded", offload_activations=True)
 
-    with pytest.raises(ValueError, match="offload_activations: .* this is cpu; set it to false"):
+    with pytest.raises(ValueError, match=r"offload_activations: .* this is cpu; set it to false"):
         build_policy(make, World.alone(), dtype=torch.float32)
     model = make(torch.float32)
     tokens, places = torch.tensor([[1, 2]]), torch.tensor([[0, 1]])

@@ -90,7 +90,8 @@ def test_what_is_held_by_hand(deep):
     per_layer = 2 * 32 * 24 + 2 * 16 * 24 + 3 * 24 * 40 + 2 * 24
     numbers = 50 * 24 + 24 + 8 * per_layer
     num_tensors = 2 + 8 * 9
-    assert whole["weights"] == 2 * numbers
+    rotary = 256 * 4 * 2 * 4  # cos and sin of four pairs, in fp32
+    assert whole["weights"] == 2 * numbers + rotary
     assert whole["reference"] == 2 * numbers
     assert whole["masters"] == whole["gradients"] == 4 * numbers
     assert whole["optimizer"] == 8 * numbers + 4 * num_tensors  # and a count of steps each

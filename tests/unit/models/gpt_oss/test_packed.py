@@ -18,7 +18,7 @@ from components.models.weights import save_hf
 from components.policy.local import LocalEngine
 from components.rollout.types import SampleRequest
 from components.training import parallelize
-from tests.unit.memory import peak_bytes
+from tools.bench_cases import peak_allocated
 
 from . import tiny
 
@@ -156,6 +156,10 @@ def step(model):
     return run
 
 
+def peak_bytes(run):
+    return peak_allocated(run, device=torch.device("cpu"))
+
+
 def held_bytes(model):
     return sum(p.nbytes for p in model.parameters())
 
@@ -272,9 +276,9 @@ def test_the_plain_builder_loads_the_export(directory, tmp_path, experts):
 
 def test_what_is_refused(directory, tmp_path):
     plain = tiny.write(tmp_path / "plain")
-    with pytest.raises(ValueError, match="experts: 'packed' needs MXFP4 weights, and .* plain"):
+    with pytest.raises(ValueError, match=r"experts: 'packed' needs MXFP4 weights, and .* plain"):
         load(plain, "packed")
-    with pytest.raises(ValueError, match="experts: 'streamed' are frozen.*use lora_gpt_oss"):
+    with pytest.raises(ValueError, match=r"experts: 'streamed' are frozen.*use lora_gpt_oss"):
         gpt_oss(directory, dtype=torch.float32, experts="streamed")
     with pytest.raises(ValueError, match="down_proj cannot be adapted with experts: 'packed'"):
         load(directory, "packed", lora_modules=["q_proj", "down_proj"])
