@@ -109,7 +109,8 @@ class ExpertStream:
         self._copy_stream.wait_event(torch.cuda.current_stream(device).record_event())
         with torch.cuda.stream(self._copy_stream):
             self._copy(slot, layer)
-            slot.ready = self._copy_stream.record_event()
+            slot.ready = torch.cuda.Event()
+            slot.ready.record(self._copy_stream)
 
     def _copy(self, slot: _Slot, layer: int) -> None:
         for name, tensor in self.host[layer].items():
