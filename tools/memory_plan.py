@@ -13,11 +13,14 @@ steps and prints its peak beside the prediction. ``--gpt-oss`` prints tables for
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,11 +68,12 @@ def predict(setting: Setting, source: Path) -> dict[str, int]:
         What :func:`memory_probe.measure` says of the whole model, with ``head_chunk`` (a part of
         ``row``), ``process`` (Python and its libraries) and ``peak``.
     """
-    process = resident_bytes("VmRSS")
     raw = read_raw(source)
     num_layers = raw["num_hidden_layers"]
     found = []
     with tempfile.TemporaryDirectory() as folder:
+        first = slice_directory(source, Path(folder) / "first", num_layers=1)
+        process = process_bytes(setting, first)
         sizes = (2, 4) if num_layers > 4 else (num_layers,)
         for size in sizes:
             part = slice_directory(source, Path(folder) / str(size), num_layers=size)
@@ -82,6 +86,22 @@ def predict(setting: Setting, source: Path) -> dict[str, int]:
     plan["process"] = process
     plan["peak"] = process + sum(plan[name] for name in HELD) + max(plan["row"], plan["step"])
     return plan
+
+
+def process_bytes(setting: Setting, directory: Path) -> int:
+    """Resident memory of Python and its libraries once they have taken a step.
+
+    What they load and set up at a first step is a good part of it, so one is taken, of one layer
+    and a few tokens, and given back.
+    """
+    few = replace(setting, tokens=16, trained=8, num_workers=1, max_tokens=16)
+    update = Update(partial(build, setting.model, str(directory)), few)
+    update.forward_backward()
+    update.optimizer_step()
+    del update
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+    return resident_bytes("VmRSS")
 
 
 def run_whole(setting: Setting, source: Path) -> int:
