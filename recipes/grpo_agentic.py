@@ -77,7 +77,7 @@ SCHEMA = {
     "tokens_per_batch": Int(min=1),
     "logprob_chunk": Int(min=1),
     **sections.UPDATE,
-    "optimizer": Component(positional=1),
+    "optimizer": sections.OPTIMIZER,
     "max_grad_norm": Float(gt=0),
     "probe_update": Bool(default=True),
     "warm_start": sections.WARM_START,

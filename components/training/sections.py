@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from components.training.optimizers import OptimizerComponent
 from components.training.schema import Bool, Component, Float, Int, ListOf, OneOf, Str
 
 ROLLOUT = {
@@ -19,13 +20,16 @@ ROLLOUT = {
 }
 """The limits of a rollout and the workers that play it; see ``worker_pool``."""
 
+OPTIMIZER = OptimizerComponent()
+"""Called with the fp32 weights."""
+
 WARM_START = {
     "num_steps": Int(min=0),
     "num_demonstrations": Int(min=1),
     "demonstrations_per_step": Int(min=1),
     "max_tokens": Int(min=1),
     "oracle": Component(positional=1),
-    "optimizer": Component(positional=1),
+    "optimizer": OPTIMIZER,
     "use_cache": Bool(default=True),
 }
 """Supervised steps on demonstrations; see ``warm_start``."""

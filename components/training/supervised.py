@@ -17,6 +17,7 @@ from components.rl.forward import packed_logprobs
 from components.rl.losses import sft_loss
 from components.rl.packing import PackItem
 from components.rollout.types import Rollout
+from components.training.optimizers import set_learning_rate
 from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
 from components.training.update import packed_rows
@@ -67,11 +68,12 @@ def supervised_steps(
     """
     if not demonstrations:
         raise ValueError("warm_start: no demonstration succeeded: there is nothing to learn")
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     draws = _draws(len(demonstrations), seed=settings.seed)
     for step in range(settings.num_steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1.0 - 0.9 * step / max(1, settings.num_steps - 1))
+            decay = 1.0 - 0.9 * step / max(1, settings.num_steps - 1)
+            set_learning_rate(group, rate * decay)
         chosen = [next(draws) for _ in range(settings.demonstrations_per_step)]
         items = [
             PackItem(tokens=demonstrations[i].tokens, advantage=1.0, key=f"{n:04d}")
