@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from components.attention.plan import MaskPlan
 from components.data.dataset import task_loader
 from components.envs.base import Task
+from components.models.export import Exporter
 from components.models.paths import model_dir
-from components.models.weights import save_hf
 from components.rl.forward import packed_logprobs
 from components.rl.groups import trained_items
 from components.rl.losses import mismatch, truncated_importance_weights
@@ -61,7 +61,7 @@ SCHEMA = {
     "dtype": OneOf("bf16", "fp32"),
     "num_steps": Int(min=0),
     "save_every": Int(min=1),
-    "keep_resume_states": Int(min=0, default=1),
+    "checkpoints": sections.CHECKPOINTS,
     "tensorboard": Bool(default=False),
     "model_dir": Str(),
     "model": Component(positional=1, provided=("dtype",)),
@@ -88,7 +88,7 @@ SCHEMA = {
 
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
-    problems = sections.train_split(cfg)
+    problems = sections.train_split(cfg) + sections.best_metric(cfg)
     problems += sections.same_tasks(cfg, "dataset") + sections.same_tasks(cfg, "eval.dataset")
     problems += sections.at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
     problems += sections.at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
@@ -134,6 +134,8 @@ class GRPOAgentic:
             self.pool.check_prompts(specs, on_round=check_stop)
         self._build_model()
         self.loader = task_loader(self.dataset, tasks_per_step=cfg.tasks_per_step, seed=cfg.seed)
+        settings = as_dict(cfg.checkpoints, without=["export"])
+        self.checkpoints = checkpoint.Checkpoints(self.output_dir, self.world, **settings)
         found = checkpoint.last_whole(self.output_dir) if cfg.resume else None
         if found is None:
             if cfg.resume:
@@ -170,6 +172,8 @@ class GRPOAgentic:
             if (value := OmegaConf.select(cfg, setting)) > limit:
                 raise ValueError(f"{setting} = {value}: the model's context is {limit}")
         self.masters = MasterWeights(self.model)
+        what = cfg.checkpoints.export
+        self.exporter = Exporter(self.engine_model, self.source_dir, what=what)
         self.engine = instantiate(
             cfg.engine,
             self.engine_model,
@@ -236,6 +240,7 @@ class GRPOAgentic:
             self._evaluate_if_due()
             while self.step < cfg.num_steps:
                 self._step(next(tasks))
+                self.checkpoints.poll()
                 loader_state = self.loader.state_dict()
                 if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
                     self._save(loader_state)
@@ -399,21 +404,14 @@ class GRPOAgentic:
             return
         start = time.perf_counter()
         state = {"step": self.step, "loader": loader_state, "seed": self.cfg.seed}
-        checkpoint.save(
-            self.output_dir,
-            self.step,
-            checkpoint.gather(self.masters, self.optimizer, self.reference, state),
-            save_model=lambda path: save_hf(self.engine_model, path, self.source_dir),
-            world=self.world,
-            keep_resume_states=self.cfg.keep_resume_states,
-        )
+        trained = (self.masters, self.optimizer, self.reference)
+        self.checkpoints.save(*trained, state, take_model=self.exporter.take)
         self.saved_step, self.save_s = self.step, time.perf_counter() - start
 
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint as if the run had never stopped."""
-        state = checkpoint.restore(
-            path, self.masters, self.optimizer, self.reference, seed=self.cfg.seed
-        )
+        trained = (self.masters, self.optimizer, self.reference)
+        state = self.checkpoints.restore(path, *trained, seed=self.cfg.seed)
         self.loader.load_state_dict(state["loader"])
         self.step = self.saved_step = state["step"]
         self.say(f"resuming from {path.name}")
@@ -438,7 +436,7 @@ def recipe_main(cfg: DictConfig) -> None:
         try:
             with config_errors():
                 recipe.setup()
-            with config_errors(WorkerRefused):
+            with config_errors(WorkerRefused), recipe.checkpoints.finishing():
                 recipe.train()
         except StopRequested:
             recipe.say("stopped before the first step: there is nothing to save yet")

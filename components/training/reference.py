@@ -14,8 +14,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from components.training.parallelize import full_tensor, shard_like
-
 
 class ReferencePolicy:
     """Snapshot of the trainable parameters of a model (of this rank's shards under FSDP2)."""
@@ -43,18 +41,6 @@ class ReferencePolicy:
         for name, param in self._params.items():
             param.detach().copy_(weights[name])
 
-    def full_state(self) -> dict[str, Tensor]:
-        """The snapshot with every tensor whole. Collective."""
-        return {name: full_tensor(weight) for name, weight in self._weights.items()}
-
-    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a snapshot.
-
-        Raises:
-            ValueError: if the names differ from the model's trainable parameters.
-        """
-        if state.keys() != self._weights.keys():
-            odd = sorted(state.keys() ^ self._weights.keys())[:5]
-            raise ValueError(f"reference policy: the checkpoint's tensors are others: {odd}")
-        for name, tensor in state.items():
-            self._weights[name].copy_(shard_like(self._params[name], tensor))
+    def tensors(self) -> dict[str, Tensor]:
+        """The snapshot itself, by name (this rank's shards): to be saved, or read into."""
+        return dict(self._weights)

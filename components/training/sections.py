@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from components.training.schema import Bool, Component, Float, Int, ListOf, Str
+from components.training.schema import Bool, Component, Float, Int, ListOf, OneOf, Section, Str
 
 ROLLOUT = {
     "max_turns": Int(min=1),
@@ -38,6 +38,22 @@ EVALUATION = {
     "temperature": Float(min=0),
 }
 """Held-out tasks during training."""
+
+CHECKPOINTS = {
+    "keep_last": Int(min=0, default=1),
+    "keep_best": Section(
+        {
+            "metric": Str(),
+            "mode": OneOf("max", "min", default="max"),
+            "num": Int(min=1, default=1),
+        },
+        default=None,
+    ),
+    "exports": OneOf("all", "kept", default="all"),
+    "export": OneOf("full", "adapter", default="full"),
+    "in_background": Bool(default=False),
+}
+"""What checkpoints hold, how they are written and which are kept; see ``Checkpoints``."""
 
 
 def _at(cfg: Mapping[str, Any], path: str) -> Any:
@@ -85,3 +101,11 @@ def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
         if wanted is not None and wanted != cfg["env"].get(key, wanted):
             problems.append(f"{dataset}.{key} = {wanted}: must be env.{key} = {cfg['env'][key]}")
     return problems
+
+
+def best_metric(cfg: Mapping[str, Any]) -> list[str]:
+    """The problem of keeping the best checkpoints by an evaluation that is not made."""
+    metric = _at(cfg, "checkpoints.keep_best.metric")
+    if metric is None or not metric.startswith("eval/") or cfg["eval"] is not None:
+        return []
+    return [f"checkpoints.keep_best.metric = {metric}: needs an evaluation, and eval is null"]

@@ -53,16 +53,15 @@ def test_gradients_that_are_there_stay(layer):
 
 def test_only_trainable_parameters_are_kept(layer):
     layer.weight.requires_grad_(False)
-    assert ReferencePolicy(layer).full_state().keys() == {"bias"}
+    assert ReferencePolicy(layer).tensors().keys() == {"bias"}
 
 
 def test_a_resumed_run_has_the_first_runs_reference(layer):
-    state = {name: w.clone() for name, w in ReferencePolicy(layer).full_state().items()}
+    saved = {name: w.clone() for name, w in ReferencePolicy(layer).tensors().items()}
     first = layer.weight.detach().clone()
     move(layer)
     reference = ReferencePolicy(layer)  # as a resumed run makes it, of the wrong weights
-    reference.load_full_state(state)
+    for name, tensor in reference.tensors().items():
+        tensor.copy_(saved[name])  # as a checkpoint is read
     with reference.swapped_in():
         assert torch.equal(layer.weight, first)
-    with pytest.raises(ValueError, match=r"the checkpoint's tensors are others: \['bias'\]"):
-        reference.load_full_state({"weight": first})
