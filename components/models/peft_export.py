@@ -1,9 +1,9 @@
 """Adapters alone, in the files that PEFT loads.
 
-PEFT's LoRA is ``x W' + (alpha / r) x A' B'`` with ``lora_A`` [r, in] and ``lora_B`` [out, r], as ours
-(https://huggingface.co/docs/peft, ``LoraConfig``). Hugging Face's rotary embedding wants the rows of q
-and k in another order, so the rows of their B are permuted, as those of the base weight are; A is the
-same.
+PEFT's LoRA is ``x W' + (alpha / r) x A' B'`` with ``lora_A`` [r, in] and ``lora_B`` [out, r], as
+ours (https://huggingface.co/docs/peft, ``LoraConfig``). Hugging Face's rotary embedding wants the
+rows of q and k in another order, so the rows of their B are permuted, as those of the base weight
+are; A is the same.
 """
 
 from __future__ import annotations

@@ -147,9 +147,12 @@ class Checkpoints:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """At the end of this context the checkpoint in the background is written, or its error raised.
+        """At the end of this context the checkpoint in the background is written, or has failed.
 
         After another error it is written, too, if the other ranks are still there for it.
+
+        Raises:
+            OSError: if it could not be written.
         """
         try:
             yield

@@ -28,7 +28,14 @@ from components.training.parallelize import shard_like
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from components.training.rng import rng_state, set_rng_state
-from components.training.shards import Group, Shapes, load_shards, read_shards, saved_shapes, write_shards
+from components.training.shards import (
+    Group,
+    Shapes,
+    load_shards,
+    read_shards,
+    saved_shapes,
+    write_shards,
+)
 
 WEIGHTS, OPTIMIZER, REFERENCE = "weights/", "optimizer/", "reference/"
 _STATE, _ODD_OPTIMIZER = "state.json", "optimizer.pt"

@@ -39,7 +39,7 @@ class Retention:
     keep_best: Best | None
     """These stay whole, too."""
     exports: str
-    """Of the others: ``all``, their models stay and only the resume state goes; ``kept``, they go."""
+    """Of the others: ``all``, their models stay; ``kept``, nothing does."""
 
 
 def numbered(output_dir: Path) -> list[tuple[int, Path]]:
@@ -91,7 +91,7 @@ def prune(output_dir: Path, retention: Retention) -> None:
 
 
 def best_steps(values: Mapping[int, float | None], best: Best) -> set[int]:
-    """The steps with the best values; of equal ones the later. Those without one are not among them.
+    """The steps with the best values; of equal ones the later, of those without a value none.
 
     Args:
         values: metric by step; None or NaN where it was not measured.
@@ -115,7 +115,7 @@ def _values(output_dir: Path, metric: str) -> dict[int, float]:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Halves of checkpoints, what ``write_model`` may have written beside them, half-deleted ones."""
+    """Delete halves of checkpoints, what was written beside them, and half-deleted ones."""
     for pattern in ("step_*.tmp*", "step_*.dropped"):
         for path in output_dir.glob(pattern):
             remove_tree(path)

@@ -1,8 +1,8 @@
 """States of the random generators that a process has, as JSON.
 
 Every draw of ours is a function of the run's seed and of the rollout's name, so nothing here
-decides what we sample. What a user adds (dropout, a renderer that shuffles) may draw from the global
-generators, and a resumed run must go on where they stood.
+decides what we sample. What a user adds (dropout, a renderer that shuffles) may draw from the
+global generators, and a resumed run must go on where they stood.
 """
 
 from __future__ import annotations

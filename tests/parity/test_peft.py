@@ -13,8 +13,8 @@ from components.models.smollm2 import lora_smollm2
 from tests.unit.models import tiny
 from tests.unit.models.gpt_oss import tiny as tiny_gpt_oss
 
-# PEFT 0.21 refuses to run beside the torchao that torchtune 0.6.1 needs, although plain linears have
-# nothing to do with it.
+# PEFT 0.21 refuses to run beside the torchao that torchtune 0.6.1 needs, although plain linears
+# have nothing to do with it.
 TORCHAO = "peft.tuners.lora.torchao.is_torchao_available"
 
 peft = pytest.importorskip("peft", reason="pip install -e .[dev] brings it")
@@ -25,7 +25,11 @@ TOKENS = torch.tensor([[3, 14, 15, 9, 2, 6, 5]])
 MODELS = {
     "smollm2": (tiny.write, lora_smollm2, {"lora_modules": LLAMA}),
     "from_hf": (tiny.write_narrow, lora_policy, {"lora_modules": ["q_proj", "w2"]}),
-    "gpt_oss": (tiny_gpt_oss.write, lora_gpt_oss, {"lora_modules": ATTENTION, "train_sinks": False}),
+    "gpt_oss": (
+        tiny_gpt_oss.write,
+        lora_gpt_oss,
+        {"lora_modules": ATTENTION, "train_sinks": False},
+    ),
 }
 
 

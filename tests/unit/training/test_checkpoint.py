@@ -367,7 +367,9 @@ def test_a_run_goes_on_bitwise(tmp_path, make, in_background):
     checkpoints.restore(path, *resumed.parts(), seed=1)
     resumed.step = 2
     resumed.train(4)
-    for left, right in zip(resumed.masters.parameters(), straight.masters.parameters(), strict=True):
+    for left, right in zip(
+        resumed.masters.parameters(), straight.masters.parameters(), strict=True
+    ):
         assert torch.equal(left, right)
     left, right = (run.optimizer.state_dict() for run in (resumed, straight))
     assert left["param_groups"] == right["param_groups"]
@@ -403,6 +405,11 @@ def test_nothing_that_is_loaded_can_hold_code(tmp_path):
 # ---- in the background
 
 
+def finish(checkpoints, train=lambda: None):
+    with checkpoints.finishing():
+        train()
+
+
 def test_an_error_in_the_background_is_raised_at_the_next_step(tmp_path):
     run, checkpoints = Run(OPTIMIZERS["plain"]), Checkpoints(tmp_path, ALONE, in_background=True)
     checkpoints.save(
@@ -420,18 +427,17 @@ def test_an_error_in_the_background_is_raised_at_the_next_step(tmp_path):
 
 @pytest.mark.parametrize("call", ["save", "wait", "finishing"])
 def test_an_error_in_the_background_is_raised_at_the_end_at_the_latest(tmp_path, call):
+    calls = {
+        "save": lambda checkpoints, run: run.save(checkpoints),
+        "wait": lambda checkpoints, run: checkpoints.wait(),
+        "finishing": lambda checkpoints, run: finish(checkpoints),
+    }
     run, checkpoints = Run(OPTIMIZERS["plain"]), Checkpoints(tmp_path, ALONE, in_background=True)
     checkpoints.save(
         *run.parts(), {"step": 1, "seed": 1}, take_model=lambda changing: write_half_a_model
     )
     with pytest.raises(OSError, match="No space left"):
-        if call == "save":
-            run.save(checkpoints)
-        elif call == "wait":
-            checkpoints.wait()
-        else:
-            with checkpoints.finishing():
-                pass
+        calls[call](checkpoints, run)
     assert names(tmp_path) == []
 
 
@@ -457,9 +463,13 @@ def test_one_checkpoint_at_a_time_is_written_in_the_background(tmp_path):
 
 def test_an_error_of_the_run_lets_the_checkpoint_be_finished(tmp_path):
     run, checkpoints = Run(OPTIMIZERS["plain"]), Checkpoints(tmp_path, ALONE, in_background=True)
-    with pytest.raises(ZeroDivisionError), checkpoints.finishing():
+
+    def fail():
         run.save(checkpoints)
-        1 / 0  # noqa: B018
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        finish(checkpoints, fail)
     assert checkpoint.last_whole(tmp_path).name == "step_0"
 
 

@@ -1,0 +1,88 @@
+"""Twenty kills at seeded random moments of training and saving, and the result of a run without."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from components.training import checkpoint
+from tests.recipes.kills import run_with_kills
+from tests.recipes.runs import played, rows, without_timings
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+NUM_KILLS = 20
+KEYS = {
+    "num_steps": 24,
+    "save_every": 1,
+    "eval": "null",
+    "warm_start__num_steps": 0,
+    "rollout__max_turns": 2,
+    "rollout__num_workers": 2,
+    "rollout__group_size": 2,
+    "checkpoints__keep_best": "{metric: reward/mean}",
+    "checkpoints__exports": "kept",
+}
+TWO = {"launcher": ("--nproc_per_node", "2")}
+
+
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_one_rank_ends_with_every_bit_the_same(tune, tmp_path, in_background):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    tune.train(straight, **KEYS)
+    told = run_with_kills(
+        tune,
+        killed,
+        num_kills=NUM_KILLS,
+        seed=7,
+        checkpoints__in_background=in_background,
+        **KEYS,
+    )
+    print("\n".join(told))
+    assert len(told) == NUM_KILLS + 1, told
+    left, right = rows(straight), rows(killed)
+    assert [row["step"] for row in left] == [row["step"] for row in right]
+    for a, b in zip(left, right, strict=True):
+        assert without_timings(a) == without_timings(b)
+    assert played(straight) == played(killed)
+    last = f"step_{KEYS['num_steps']}"
+    assert checkpoint.last_whole(killed).name == last
+    for file in (straight / last).rglob("*.*"):
+        if file.is_file():
+            assert (
+                file.read_bytes()
+                == (killed / last / file.relative_to(straight / last)).read_bytes()
+            )
+    whole = {p.name for p in straight.glob("step_*")}
+    assert {p.name for p in killed.glob("step_*")} == whole  # the best, the last, and no leftovers
+
+
+def test_two_ranks_end_with_equal_losses(tune, tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    tune.train(straight, **KEYS, **TWO)
+    told = run_with_kills(tune, killed, num_kills=NUM_KILLS, seed=8, **KEYS, **TWO)
+    print("\n".join(told))
+    assert len(told) == NUM_KILLS + 1, told
+    left, right = rows(straight), rows(killed)
+    assert [row["step"] for row in left] == [row["step"] for row in right]
+    for a, b in zip(left, right, strict=True):
+        for name in ("loss/total", "reward/mean", "train/grad_norm"):
+            assert a.get(name) == pytest.approx(b.get(name), rel=1e-5, abs=1e-8), (a["step"], name)
+    last = f"step_{KEYS['num_steps']}"
+    expected, found = (load_file(run / last / "model.safetensors") for run in (straight, killed))
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() < 1e-5, name
+
+
+def test_a_killed_rank_ends_the_run_with_its_last_checkpoint_whole(tune, tmp_path):
+    """One of two ranks is killed: the launcher ends the other, nothing is left running."""
+    run = tmp_path / "run"
+    keys = {**KEYS, **TWO, "num_steps": 6}
+    (killed, resumed) = run_with_kills(tune, run, num_kills=1, seed=3, victim="rank", **keys)
+    print(killed, resumed)
+    assert resumed.startswith("resuming from step_") or "no whole checkpoint" in resumed
+    assert checkpoint.last_whole(run).name == "step_6"
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(1, 7))
+    facts = json.loads((run / "step_6/resume/state.json").read_text())
+    assert len(facts["rng"]) == 2
