@@ -259,7 +259,8 @@ def _together(phase: Callable[[], None] | None, target: Path, group: Group) -> N
         raise other
     first = next((f for f in failures if f is not None), None)
     if first is not None:
-        before = last_whole(target.parent)
+        whole = (path for _, path in numbered(target.parent) if is_whole(path))
+        before = next(whole, None)
         number, why = first
         last = f"the last whole checkpoint is {before.name}" if before else "no checkpoint is whole"
         raise OSError(number, f"{why} (while writing {target.name}; {last})") from cause

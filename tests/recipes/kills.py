@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.recipes.runs import Tune, assert_no_orphans, kill_group, training
 
@@ -45,19 +47,27 @@ def run_with_kills(
                 out, err = process.communicate()
                 assert process.returncode == 0, out + err
                 return [*told, "done before the next kill"]
+            # A launcher gives each rank a session of its own.
+            ranks = _ranks(process.pid)
             if victim == "all":
                 os.killpg(process.pid, signal.SIGKILL)
-            else:
-                os.kill(rng.choice(_ranks(process.pid)), signal.SIGKILL)
+            for rank in ranks if victim == "all" else [rng.choice(ranks)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
             out, err = process.communicate(timeout=120)
             assert process.returncode != 0, out + err
-            assert_no_orphans(process)
+            for leader in (process.pid, *ranks):
+                assert_no_orphans(SimpleNamespace(pid=leader), timeout_s=60)
         finally:
             kill_group(process)
         there = sorted(p.name for p in output_dir.glob("step_*"))
         told.append(f"{moment} + {delay_s * 1000:.0f} ms: {' '.join(there)}")
-    done = tune.train(resume="true", **{**keys, "output_dir": output_dir})
-    return [*told, next(line for line in done.stdout.splitlines() if "resuming" in line)]
+    done = tune.train(resume="true", **keys)
+    lines = done.stdout.splitlines()
+    return [
+        *told,
+        *(line for line in lines if line.startswith(("resuming", "no whole checkpoint"))),
+    ]
 
 
 def _wait_until(moment: str, output_dir: Path, process) -> None:
