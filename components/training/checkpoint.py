@@ -70,7 +70,11 @@ class Checkpoints:
         self._retention = Retention(keep_last=keep_last, keep_best=best, exports=exports)
         self._in_background = in_background
         # On CPUs whatever the model is on, and apart from the run's own messages.
-        self._group: Group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group: Group = None
+        if world.size > 1:
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+            self._group = group
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

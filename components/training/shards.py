@@ -36,15 +36,16 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, *, group: Group) -
     Raises:
         Exception: of the first rank that failed, on every rank.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = dcp.HuggingFaceStorageWriter(
+    writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_files(tensors), save_distributed=True
     )
     _expect_to_be_alone()
     try:
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise _first(error) from error
 
@@ -60,20 +61,21 @@ def read_shards(targets: Mapping[str, Tensor], folder: Path, *, group: Group) ->
     Raises:
         Exception: of the first rank that failed, on every rank.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder))
     _expect_to_be_alone()
     try:
-        dcp.load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
+        load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise _first(error) from error
 
 
 def saved_shapes(folder: Path) -> Shapes:
     """What :func:`write_shards` wrote into a folder."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
