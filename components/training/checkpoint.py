@@ -107,7 +107,8 @@ class Checkpoints:
         if not self._in_background:
             self._write(facts["step"], resume, take_model(changing=()))
             return
-        write_model = take_model(changing=changing) if self._world.is_main else _nothing
+        # The other ranks write nothing of the model and need no copy.
+        write_model = take_model(changing=changing if self._world.is_main else ())
         arguments = (facts["step"], resume.staged(), write_model)
         self._thread = threading.Thread(
             target=self._try, args=arguments, name="checkpoint", daemon=True
@@ -181,10 +182,6 @@ class Checkpoints:
         return resume_state.restore(
             path / "resume", masters, optimizer, reference, seed=seed, group=self._group
         )
-
-
-def _nothing(_: Path) -> None:
-    """What the other ranks write of the model."""
 
 
 def write(

@@ -15,9 +15,7 @@ from tests.recipes.runs import Tune, assert_no_orphans, kill_group, training
 MOMENTS = ("saving", "pruning", "training")
 
 
-def run_with_kills(
-    tune: Tune, output_dir: Path, *, num_kills: int, seed: int, victim: str = "all", **keys
-) -> list[str]:
+def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, **keys) -> list[str]:
     """Start a run, kill it, resume it; after the last kill it runs to its end.
 
     Args:
@@ -25,8 +23,6 @@ def run_with_kills(
         output_dir: of the run.
         num_kills: how often.
         seed: of the moments.
-        victim: ``all``: every process of the run; ``rank``: one rank of several, whose launcher
-            then ends the others.
         keys: overrides; ``launcher`` for several ranks.
 
     Returns:
@@ -48,10 +44,9 @@ def run_with_kills(
                 assert process.returncode == 0, out + err
                 return [*told, "done before the next kill"]
             # A launcher gives each rank a session of its own.
-            ranks = _ranks(process.pid)
-            if victim == "all":
-                os.killpg(process.pid, signal.SIGKILL)
-            for rank in ranks if victim == "all" else [rng.choice(ranks)]:
+            ranks = ranks_of(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)
+            for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
             out, err = process.communicate(timeout=120)
@@ -93,7 +88,7 @@ def _state(moment: str, output_dir: Path) -> set[str]:
     return {str(log.read_bytes().count(b"\n"))} if log.exists() else set()
 
 
-def _ranks(session: int) -> list[int]:
+def ranks_of(session: int) -> list[int]:
     """Process ids of the ranks: they know their rank, and are no workers of one."""
     found = []
     for entry in Path("/proc").iterdir():

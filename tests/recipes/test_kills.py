@@ -1,13 +1,24 @@
 """Twenty kills at seeded random moments of training and saving, and the result of a run without."""
 
-import json
+import os
+import signal
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from components.training import checkpoint
-from tests.recipes.kills import run_with_kills
-from tests.recipes.runs import played, rows, without_timings
+from tests.recipes.kills import ranks_of, run_with_kills
+from tests.recipes.runs import (
+    assert_no_orphans,
+    kill_group,
+    played,
+    rows,
+    steps,
+    training,
+    wait_for,
+    without_timings,
+)
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -76,12 +87,22 @@ def test_two_ranks_end_with_equal_losses(tune, tmp_path):
 def test_a_killed_rank_ends_the_run_with_its_last_checkpoint_whole(tune, tmp_path):
     """One of two ranks is killed: the launcher ends the other, nothing is left running."""
     run = tmp_path / "run"
-    keys = {**KEYS, **TWO, "num_steps": 6}
-    (killed, resumed) = run_with_kills(tune, run, num_kills=1, seed=3, victim="rank", **keys)
-    print(killed, resumed)
-    assert resumed.startswith("resuming from step_") or "no whole checkpoint" in resumed
-    assert checkpoint.last_whole(run).name == "step_6"
-    steps = [row["step"] for row in rows(run)]
-    assert steps == list(range(1, 7))
-    facts = json.loads((run / "step_6/resume/state.json").read_text())
-    assert len(facts["rng"]) == 2
+    keys = {**KEYS, **TWO, "num_steps": 6, "model_dir": tune.model_dir, "output_dir": run}
+    process = tune.start(*training(**keys))
+    try:
+        wait_for(lambda: 3 in steps(run), process)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        process.communicate(timeout=120)
+        for leader in (process.pid, *ranks):
+            assert_no_orphans(SimpleNamespace(pid=leader), timeout_s=60)
+    finally:
+        kill_group(process)
+    assert process.returncode not in (0, None)
+    last = checkpoint.last_whole(run).name
+    assert int(last.removeprefix("step_")) >= 2  # of step 3, perhaps even that of a later one
+    done = tune.train(resume="true", **keys)
+    assert f"resuming from {last}" in done.stdout
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert len(checkpoint.load(run / "step_6").state["rng"]) == 2
