@@ -527,3 +527,28 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next_save(tmp_path):
     (tmp_path / "step_1").rename(tmp_path / "step_1.dropped")
     save(tmp_path, 2)
     assert names(tmp_path) == ["step_2"]
+
+
+def test_moments_of_another_class_come_back(tmp_path):
+    """torchao's 8-bit state: no safetensors file can hold it."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    def fresh():
+        weight = nn.Parameter(torch.ones(16, 256))
+        model = nn.ParameterDict({"w": weight})
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        optimizer.state[weight]["momentum_buffer"] = OptimState8bit.zeros((16, 256))
+        return MasterWeights(model), optimizer, optimizer.state[weight]["momentum_buffer"]
+
+    masters, optimizer, moments = fresh()
+    moments.copy_(torch.linspace(-1, 1, 16 * 256).reshape(16, 256))
+    checkpoints = Checkpoints(tmp_path, ALONE)
+    facts = {"step": 1, "seed": 1}
+    checkpoints.save(masters, optimizer, None, facts, take_model=lambda changing: write_model)
+    masters, again, _ = fresh()
+    checkpoints.restore(tmp_path / "step_1", masters, again, None, seed=1)
+    (found,) = (entry["momentum_buffer"] for entry in again.state.values())
+    assert type(found) is OptimState8bit
+    assert torch.equal(found.codes, moments.codes)
+    assert torch.equal(found.dequantize(), moments.dequantize())
+    assert moments.dequantize().abs().max() > 0.9
