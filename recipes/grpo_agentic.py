@@ -47,6 +47,7 @@ from components.training.parallelize import World
 from components.training.plot import plot_run
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
+from components.training.rng import seed_everything
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
 from components.training.stop import StopRequested, StopSignal
 from components.training.supervised import SupervisedSettings
@@ -117,7 +118,7 @@ class GRPOAgentic:
         cfg = self.cfg
         self.stop.install()
         self.world = parallelize.init_world(cfg.device)
-        torch.manual_seed(cfg.seed)
+        seed_everything(cfg.seed)
         self.source_dir = model_dir(cfg.model_dir)
         self.dataset = instantiate(cfg.dataset)
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None

@@ -104,7 +104,8 @@ def capture(
         mine, everyones = everyones[0], [{}] * group.size()
         dist.all_gather_object(everyones, mine, group=group)
     facts = {**facts, "optimizer": settings, "rng": everyones}
-    return ResumeState(tensors=tensors, facts=facts, odd_optimizer=odd)
+    # By name: an optimizer that was loaded has its entries in another order.
+    return ResumeState(tensors=dict(sorted(tensors.items())), facts=facts, odd_optimizer=odd)
 
 
 def write(resume: ResumeState, folder: Path, *, group: Group, is_main: bool) -> None:

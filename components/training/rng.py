@@ -9,42 +9,43 @@ from __future__ import annotations
 
 import base64
 import random
-import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's global generators, so that two runs begin alike."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> dict[str, Any]:
-    """Of Python, PyTorch, this process's CUDA device, and NumPy if anything imported it."""
+    """Of Python, NumPy, PyTorch and this process's CUDA device."""
     version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": _text(torch.get_rng_state()),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = _text(torch.cuda.get_rng_state())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = [name, keys.tolist(), position, has_gauss, gauss]
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back. One that was not saved stays as it is."""
+    """Put the generators back; CUDA's stays as it is if the saved run had none."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
-    if "numpy" in state:
-        import numpy
-
-        name, keys, position, has_gauss, gauss = state["numpy"]
-        keys = numpy.array(keys, dtype=numpy.uint32)
-        numpy.random.set_state((name, keys, position, has_gauss, gauss))
 
 
 def _text(state: Tensor) -> str:
