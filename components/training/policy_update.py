@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,15 @@ class UpdateSettings:
     updates_per_batch: int = 1
     """Optimizer steps on the same rollouts. The ratio stays against the log-probabilities from
     before the first, so from the second on the clip acts."""
+
+
+def update_settings_from(options: Mapping[str, Any]) -> UpdateSettings:
+    """Those of a config with ``rollout.temperature``, ``logprob_chunk``, ``max_grad_norm`` and
+    ``updates_per_batch``."""
+    own = ("logprob_chunk", "max_grad_norm", "updates_per_batch")
+    return UpdateSettings(
+        temperature=options["rollout"]["temperature"], **{name: options[name] for name in own}
+    )
 
 
 @dataclass(slots=True, kw_only=True)

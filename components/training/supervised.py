@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +40,19 @@ class SupervisedSettings:
     """Gradients are clipped to this global norm."""
     seed: int
     """Of the order of the demonstrations."""
+
+
+def supervised_settings_from(options: Mapping[str, Any]) -> SupervisedSettings:
+    """Those of a config with a section ``warm_start``."""
+    of_stage, of_run = options["warm_start"], options
+    return SupervisedSettings(
+        num_steps=of_stage["num_steps"],
+        demonstrations_per_step=of_stage["demonstrations_per_step"],
+        tokens_per_batch=of_run["tokens_per_batch"],
+        logprob_chunk=of_run["logprob_chunk"],
+        max_grad_norm=of_run["max_grad_norm"],
+        seed=of_run["seed"],
+    )
 
 
 def supervised_steps(
