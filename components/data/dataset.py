@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, Sampler
 
 from components.envs.base import Task
@@ -115,4 +116,7 @@ def task_loader(dataset: AgenticEnvDataset, *, tasks_per_step: int, seed: int):
             sampler=SeededSampler(len(dataset), seed=seed),
             num_workers=0,
             collate_fn=list,
+            # Its iterators draw a seed that nothing here uses, one more in a resumed run: not from
+            # the global generator.
+            generator=torch.Generator(),
         )
