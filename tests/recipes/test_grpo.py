@@ -75,9 +75,14 @@ def test_its_weights_and_optimizer_state_are_the_same_bytes(straight, resumed):
         "model.safetensors",
         "resume/shard-00001-model-00001-of-00001.safetensors",
     ]
-    for name in names:  # weights, moments, reference; loader, settings, random generators
-        assert (left / name).read_bytes() == (right / name).read_bytes(), name
-    saved = checkpoint.load(left)
+    for name in names:  # state.json: loader, optimizer's settings, random generators
+        if "shard" not in name:  # safetensors writes what describes a file in no fixed order
+            assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    saved, again = checkpoint.load(left), checkpoint.load(right)
+    for part in ("weights", "optimizer", "reference"):
+        a, b = getattr(saved, part), getattr(again, part)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a), part
     assert {name.rpartition("/")[0] for name in saved.optimizer} == saved.weights.keys()
     assert saved.reference.keys() == saved.weights.keys()
 
