@@ -73,7 +73,7 @@ class Guards:
     def __init__(
         self,
         *,
-        non_finite: Literal["stop", "skip"] = "stop",
+        non_finite: Action = "stop",
         grad_spike: GradSpike | None = None,
         entropy_collapse: EntropyCollapse | None = None,
         mismatch: MismatchLimit | None = None,
@@ -118,10 +118,11 @@ class Guards:
 
     def _find(self, metrics: Mapping[str, float]) -> list[tuple[Action, str]]:
         """What is wrong with an update: the actions and their reasons."""
+        found: list[tuple[Action, str]] = []
         wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         if wrong:  # the other guards compare numbers
-            return [(self.non_finite, f"not finite: {wrong}")]
-        found: list[tuple[Action, str]] = []
+            found.append((self.non_finite, f"not finite: {wrong}"))
+            return found
         spike, norm = self._grad_spike, metrics["train/grad_norm"]
         if spike is not None and len(self._norms) == spike.window:
             usual = statistics.median(self._norms)
