@@ -73,7 +73,7 @@ class Guards:
     def __init__(
         self,
         *,
-        non_finite: Action = "stop",
+        non_finite: Literal["stop", "skip"] = "stop",
         grad_spike: GradSpike | None = None,
         entropy_collapse: EntropyCollapse | None = None,
         mismatch: MismatchLimit | None = None,
@@ -81,7 +81,7 @@ class Guards:
         max_skips: int = 10,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.non_finite = non_finite
+        self.non_finite: Action = non_finite
         self._grad_spike, self._entropy_collapse = grad_spike, entropy_collapse
         self._mismatch, self._flat_reward = mismatch, flat_reward
         self._max_skips, self._say = max_skips, say
