@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from components.data.dataset import task_loader
 from components.envs.base import Task
+from components.models.export import Exporter
 from components.models.paths import model_dir
-from components.models.weights import save_hf
 from components.rl.groups import trained_items
 from components.rl.objective import objective_from
 from components.rl.packing import PackItem
@@ -40,17 +40,19 @@ from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.training import checkpoint, parallelize, run_dir, sections, update
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
+from components.training.guards import GuardStop, guards_from
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
 from components.training.model_metrics import model_metrics
 from components.training.parallelize import World
 from components.training.plot import plot_run
-from components.training.policy_update import PolicyUpdate, UpdateSettings
+from components.training.policy_update import PolicyUpdate, update_settings_from
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from components.training.refill import play_groups
+from components.training.rng import seed_everything
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
 from components.training.stop import StopRequested, StopSignal
-from components.training.supervised import SupervisedSettings
+from components.training.supervised import supervised_settings_from
 from components.training.warm_cache import cache_key
 from components.training.warm_start import demonstrate_tasks, warm_start
 
@@ -62,7 +64,7 @@ SCHEMA = {
     "dtype": OneOf("bf16", "fp32"),
     "num_steps": Int(min=0),
     "save_every": Int(min=1),
-    "keep_resume_states": Int(min=0, default=1),
+    "checkpoints": sections.CHECKPOINTS,
     "tensorboard": Bool(default=False),
     "model_dir": Str(),
     "model": Component(positional=1, provided=("dtype",)),
@@ -77,7 +79,8 @@ SCHEMA = {
     "tokens_per_batch": Int(min=1),
     "logprob_chunk": Int(min=1),
     **sections.UPDATE,
-    "optimizer": Component(positional=1),
+    **sections.TRAINER,
+    "optimizer": sections.OPTIMIZER,
     "max_grad_norm": Float(gt=0),
     "probe_update": Bool(default=True),
     "warm_start": sections.WARM_START,
@@ -87,7 +90,7 @@ SCHEMA = {
 
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
-    problems = sections.train_split(cfg)
+    problems = sections.train_split(cfg) + sections.best_metric(cfg)
     problems += sections.same_tasks(cfg, "dataset") + sections.same_tasks(cfg, "eval.dataset")
     problems += sections.update_options(cfg)
     problems += sections.at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
@@ -117,7 +120,7 @@ class GRPOAgentic:
         cfg = self.cfg
         self.stop.install()
         self.world = parallelize.init_world(cfg.device)
-        torch.manual_seed(cfg.seed)
+        seed_everything(cfg.seed)
         self.source_dir = model_dir(cfg.model_dir)
         self.dataset = instantiate(cfg.dataset)
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
@@ -135,26 +138,27 @@ class GRPOAgentic:
         self._build_model()
         # One by one: with dynamic sampling a step draws as many as it needs.
         self.loader = task_loader(self.dataset, tasks_per_step=1, seed=cfg.seed)
+        settings = as_dict(cfg.checkpoints, without=["export"])
+        self.checkpoints = checkpoint.Checkpoints(self.output_dir, self.world, **settings)
         found = checkpoint.last_whole(self.output_dir) if cfg.resume else None
         if found is None:
             if cfg.resume:
                 self.say(f"no whole checkpoint in {self.output_dir}: starting from the beginning")
             self._warm_start()
         self.optimizer = instantiate(cfg.optimizer, self.masters.parameters())
-        self.reference = ReferencePolicy(self.model) if self.objective.loss.beta > 0 else None
+        self.reference = None
+        if self.objective.loss.beta > 0:
+            self.reference = ReferencePolicy(self.model, **as_dict(cfg.reference))
+        self.guards = guards_from(as_dict(cfg.guards), say=self.say)
         self.update_policy = PolicyUpdate(
             self.model,
             self.masters,
             self.optimizer,
             objective=self.objective,
             reference=self.reference,
-            settings=UpdateSettings(
-                temperature=cfg.rollout.temperature,
-                logprob_chunk=cfg.logprob_chunk,
-                max_grad_norm=cfg.max_grad_norm,
-                updates_per_batch=cfg.updates_per_batch,
-            ),
+            settings=update_settings_from(as_dict(cfg)),
             world=self.world,
+            guards=self.guards,
         )
         if found is not None:
             self._load(found)
@@ -178,13 +182,19 @@ class GRPOAgentic:
         cfg = self.cfg
         make_model = partial(instantiate, cfg.model, self.source_dir)
         self.model, self.engine_model = parallelize.build_policy(
-            make_model, self.world, dtype=self.dtype
+            make_model,
+            self.world,
+            dtype=self.dtype,
+            compile=cfg.compile,
+            sharding=parallelize.Sharding(**as_dict(cfg.sharding)),
         )
         limit = self.model.config.max_positions
         for setting in ("rollout.max_tokens", "warm_start.max_tokens"):
             if (value := OmegaConf.select(cfg, setting)) > limit:
                 raise ValueError(f"{setting} = {value}: the model's context is {limit}")
         self.masters = MasterWeights(self.model)
+        what = cfg.checkpoints.export
+        self.exporter = Exporter(self.engine_model, self.source_dir, what=what)
         self.engine = instantiate(
             cfg.engine,
             self.engine_model,
@@ -215,14 +225,7 @@ class GRPOAgentic:
                 world=self.world,
                 stop=self.stop,
             ),
-            settings=SupervisedSettings(
-                num_steps=settings.num_steps,
-                demonstrations_per_step=settings.demonstrations_per_step,
-                tokens_per_batch=cfg.tokens_per_batch,
-                logprob_chunk=cfg.logprob_chunk,
-                max_grad_norm=cfg.max_grad_norm,
-                seed=cfg.seed,
-            ),
+            settings=supervised_settings_from(as_dict(cfg)),
             key=key if settings.use_cache else None,
             world=self.world,
             stop=self.stop,
@@ -250,20 +253,24 @@ class GRPOAgentic:
         try:
             self._evaluate_if_due()
             while self.step < cfg.num_steps:
-                self._step(tasks)
+                metrics = self._step(tasks)
+                self.checkpoints.poll()
                 loader_state = self.loader.state_dict()
+                self.guards.after_step(metrics)
                 if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
                     self._save(loader_state)
                 self._evaluate_if_due()
             self._save(loader_state)
-        except StopRequested:
+        except (StopRequested, GuardStop) as stop:
             # A step under way was given up before its optimizer step.
             self._save(loader_state)
             self.say(f"stopped after step {self.step}; go on with resume=true")
+            if isinstance(stop, GuardStop):
+                raise
         if self.world.is_main:
             plot_run(self.output_dir)
 
-    def _step(self, tasks: Iterator[Task]) -> None:
+    def _step(self, tasks: Iterator[Task]) -> dict[str, float]:
         cfg, start, timer = self.cfg, time.perf_counter(), Timer()
         with timer("rollout"):
             rollouts, refilled = play_groups(
@@ -284,6 +291,8 @@ class GRPOAgentic:
         with timer("update"):
             metrics, probe = self._update(items)
         self.step += 1
+        if self.reference is not None:
+            self.reference.reset_if_due(self.step)
         if probe is not None and cfg.probe_update:
             with timer("probe"), torch.no_grad():
                 batch, plan, old = probe
@@ -309,6 +318,7 @@ class GRPOAgentic:
         self.say(console_line(self.step, cfg.num_steps, metrics))
         if probe is None:
             self.say(f"{'':10}{update.why_nothing_changed(metrics)}")
+        return metrics
 
     def _specs(
         self, tasks: Sequence[Task], first_group: int = 0, *, group_size: int, phase: str
@@ -393,22 +403,17 @@ class GRPOAgentic:
             return
         start = time.perf_counter()
         state = {"step": self.step, "loader": loader_state, "seed": self.cfg.seed}
-        checkpoint.save(
-            self.output_dir,
-            self.step,
-            checkpoint.gather(self.masters, self.optimizer, self.reference, state),
-            save_model=lambda path: save_hf(self.engine_model, path, self.source_dir),
-            world=self.world,
-            keep_resume_states=self.cfg.keep_resume_states,
-        )
+        state["guards"] = self.guards.state_dict()
+        trained = (self.masters, self.optimizer, self.reference)
+        self.checkpoints.save(*trained, state, take_model=self.exporter.take)
         self.saved_step, self.save_s = self.step, time.perf_counter() - start
 
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint as if the run had never stopped."""
-        state = checkpoint.restore(
-            path, self.masters, self.optimizer, self.reference, seed=self.cfg.seed
-        )
+        trained = (self.masters, self.optimizer, self.reference)
+        state = self.checkpoints.restore(path, *trained, seed=self.cfg.seed)
         self.loader.load_state_dict(state["loader"])
+        self.guards.load_state_dict(state["guards"])
         self.step = self.saved_step = state["step"]
         self.say(f"resuming from {path.name}")
         for change in run_dir.changed_settings(self.output_dir, as_dict(self.cfg)):
@@ -432,7 +437,7 @@ def recipe_main(cfg: DictConfig) -> None:
         try:
             with config_errors():
                 recipe.setup()
-            with config_errors(WorkerRefused):
+            with config_errors(WorkerRefused, GuardStop), recipe.checkpoints.finishing():
                 recipe.train()
         except StopRequested:
             recipe.say("stopped before the first step: there is nothing to save yet")

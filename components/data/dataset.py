@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, Sampler
 
 from components.data.curriculum import Stage, parse_stages, shuffled_draw, staged_draw
@@ -144,4 +145,7 @@ def task_loader(dataset: Any, *, tasks_per_step: int, seed: int):
             sampler=SeededSampler(len(dataset), seed=seed, draw=getattr(dataset, "draw", None)),
             num_workers=0,
             collate_fn=list,
+            # Its iterators draw a seed that nothing here uses, one more in a resumed run: not from
+            # the global generator.
+            generator=torch.Generator(),
         )

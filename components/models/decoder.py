@@ -10,6 +10,7 @@ Suffixes: B batch, T packed tokens, M picked rows, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,6 +58,19 @@ class ModelConfig:
             )
 
 
+def check_offload(device: torch.device) -> None:
+    """Refuse to offload activations from where they would be offloaded to.
+
+    Raises:
+        ValueError: a device that is not CUDA.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            f"offload_activations: they are moved from a CUDA device to host memory, and this is "
+            f"{device.type}; set it to false, or use checkpoint_activations"
+        )
+
+
 @runtime_checkable
 class Reports(Protocol):
     """A module that counts what it does, e.g. the load of its experts."""
@@ -81,6 +95,8 @@ class PolicyModel(nn.Module):
         output: the head, or None to use the embeddings' weight.
         checkpoint_activations: keep each layer's input only and compute the layer again in the
             backward pass.
+        offload_activations: move what is kept of the layers to host memory meanwhile, on a stream
+            of its own (torchtune's OffloadActivations); CUDA only.
     """
 
     def __init__(
@@ -92,6 +108,7 @@ class PolicyModel(nn.Module):
         norm: nn.Module,
         output: nn.Linear | None = None,
         checkpoint_activations: bool = False,
+        offload_activations: bool = False,
     ) -> None:
         super().__init__()
         assert len(layers) == config.num_layers
@@ -102,6 +119,7 @@ class PolicyModel(nn.Module):
         self.norm = norm
         self.output = output
         self.checkpoint_activations = checkpoint_activations
+        self.offload_activations = offload_activations
 
     @property
     def head_weight(self) -> Tensor:
@@ -144,13 +162,14 @@ class PolicyModel(nn.Module):
                 prepare(self, mask, device=tokens.device)  # the layers may be compiled
         hidden = self.tok_embeddings(tokens)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
-        for layer in self.layers:
-            if recompute:
-                hidden = checkpoint(
-                    layer, hidden, mask=mask, input_pos=input_pos, use_reentrant=False
-                )
-            else:
-                hidden = layer(hidden, mask=mask, input_pos=input_pos)
+        with self._offloading(hidden.device):
+            for layer in self.layers:
+                if recompute:
+                    hidden = checkpoint(
+                        layer, hidden, mask=mask, input_pos=input_pos, use_reentrant=False
+                    )
+                else:
+                    hidden = layer(hidden, mask=mask, input_pos=input_pos)
         assert isinstance(hidden, Tensor)
         hidden = hidden.flatten(0, 1)
         if index is not None:
@@ -159,6 +178,16 @@ class PolicyModel(nn.Module):
         if head is not None:
             return head(hidden, self.head_weight)
         return F.linear(hidden, self.head_weight).float()
+
+    def _offloading(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Where saved activations go; the head's, which are used at once, stay."""
+        if not self.offload_activations or not torch.is_grad_enabled():
+            return nullcontext()
+        check_offload(device)
+        from torchtune.training import OffloadActivations
+
+        # A new one for each forward: it counts on one backward per forward.
+        return OffloadActivations()
 
     def step_metrics(self) -> dict[str, float]:
         """What the layers counted since the last call, to be logged once per step.

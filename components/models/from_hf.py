@@ -39,7 +39,8 @@ from components.models.hf_config import (
     rope_type,
 )
 from components.models.layers import with_fast_layers
-from components.models.lora import add_adapters, check_lora, start_adapters
+from components.models.lora import ADAPTABLE, add_adapters, check_lora, start_adapters
+from components.models.nf4 import pack_linears
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
 
@@ -57,6 +58,7 @@ def policy(
     prefix: int = 0,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a policy, all of it trainable.
 
@@ -71,6 +73,8 @@ def policy(
         prefix: positions at the start that no window hides.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model.
@@ -86,6 +90,7 @@ def policy(
         dtype=dtype,
         attention={"sinks": sinks, "window": window, "prefix": prefix, "backend": backend},
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     load_hf(model, directory)
     return model
@@ -99,11 +104,13 @@ def lora_policy(
     lora_alpha: float,
     lora_modules: Sequence[str],
     lora_dtype: torch.dtype = torch.float32,
+    quantize_base: bool = False,
     sinks: float | None = None,
     window: Windows = "model",
     prefix: int = 0,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a policy with its weights frozen, and low-rank adapters (and sinks) to train.
 
@@ -115,11 +122,14 @@ def lora_policy(
         lora_modules: which linears of every layer, among q_proj, k_proj, v_proj, output_proj, w1
             (gate), w2 (down), w3 (up).
         lora_dtype: of the adapters' weights; float32 keeps small updates.
+        quantize_base: hold the frozen linears of the layers in NF4, 4.13 bits per weight.
         sinks: as in ``policy``; trained too.
         window: as in ``policy``.
         prefix: as in ``policy``.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model; only adapters and sinks require gradients.
@@ -136,9 +146,10 @@ def lora_policy(
         dtype=dtype,
         attention={"sinks": sinks, "window": window, "prefix": prefix, "backend": backend},
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
         lora={"lora_modules": lora_modules, "rank": lora_rank, "alpha": lora_alpha},
     )
-    load_hf(model, directory)
+    load_hf(model, directory, pack=pack_linears(ADAPTABLE) if quantize_base else None)
     start_adapters(model, lora_dtype=lora_dtype)
     return model
 
@@ -149,6 +160,7 @@ def _build(
     dtype: torch.dtype,
     attention: dict[str, Any],
     checkpoint_activations: bool,
+    offload_activations: bool,
     lora: dict[str, Any] | None = None,
 ) -> PolicyModel:
     """Build the model with its weights on the meta device: loading fills them in once."""
@@ -179,6 +191,7 @@ def _build(
         norm=decoder.norm,
         output=output,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
 
 

@@ -11,6 +11,7 @@ Suffixes: ``E`` experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,12 +22,14 @@ LUT = (*_POSITIVE, *(-x for x in _POSITIVE))
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
-def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+def decode(blocks: Tensor, scales: Tensor, *, checked: bool = False) -> Tensor:
     """The numbers of some blocks.
 
     Args:
         blocks: uint8 ``[..., G, 16]``.
         scales: uint8 ``[..., G]``.
+        checked: `check_scales` has passed them: the numbers are not looked at again, for which a
+            GPU would have to be waited for.
 
     Returns:
         bfloat16 ``[..., G * 32]``.
@@ -41,22 +44,48 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
             f"MXFP4 blocks {list(blocks.shape)} and scales {list(scales.shape)} do not fit: "
             "[..., 16] and [...] are wanted"
         )
-    # Both numbers of a byte in one look-up: the pair of bfloat16 is moved as one int32.
-    pairs = torch.tensor([[LUT[byte & 0x0F], LUT[byte >> 4]] for byte in range(256)])
-    table = pairs.to(torch.bfloat16).view(torch.int32).flatten().to(blocks.device)
-    both = table.index_select(0, blocks.flatten().int())
+    both = _pairs(blocks.device).index_select(0, blocks.flatten().int())
     values = both.view(torch.bfloat16).view(*scales.shape, 32)
     values.mul_(_powers(scales.device)[scales.int()].unsqueeze(-1))  # exact: a power of two
     values = values.flatten(-2)
     # 6 * 2 ** 125 is the largest number of any block that is surely in range.
-    if scales.numel() and int(scales.max()) > 125 + 127 and not values.isfinite().all():
+    if (
+        not checked
+        and scales.numel()
+        and int(scales.max()) > 125 + 127
+        and not values.isfinite().all()
+    ):
         raise ValueError("MXFP4: a scale of 255 (not a number), or a value above bfloat16's range")
     return values
 
 
+def check_scales(scales: Tensor) -> None:
+    """Refuse scales with which a block may not be in bfloat16's range.
+
+    Args:
+        scales: uint8 ``[..., G]``.
+
+    Raises:
+        ValueError: a scale above 252.
+    """
+    if scales.numel() and int(scales.max()) > 125 + 127:
+        raise ValueError(
+            f"MXFP4: a scale of {int(scales.max())} is not a number, or one above bfloat16's "
+            "range; packed experts take scales up to 252"
+        )
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Both numbers of a byte in one look-up ``[256]``: two bfloat16, moved as one int32."""
+    pairs = torch.tensor([[LUT[byte & 0x0F], LUT[byte >> 4]] for byte in range(256)], device="cpu")
+    return pairs.to(torch.bfloat16).view(torch.int32).flatten().to(device)
+
+
+@cache
 def _powers(device: torch.device) -> Tensor:
     """The factor of each scale ``[256]``; 255 is not a number."""
-    powers = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)
+    powers = 2.0 ** (torch.arange(256, dtype=torch.float64, device="cpu") - 127)
     powers[255] = torch.nan
     return powers.to(torch.bfloat16).to(device)
 

@@ -14,7 +14,8 @@ from components.attention.sink_attention import SinkAttention
 from components.models.decoder import ModelConfig, PolicyModel
 from components.models.hf_config import check_settings, model_config, read_raw, rope_type
 from components.models.layers import FeedForward, RMSNorm
-from components.models.lora import AdapterLinear, check_lora, start_adapters
+from components.models.lora import ADAPTABLE, AdapterLinear, check_lora, start_adapters
+from components.models.nf4 import pack_linears
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
 
@@ -25,6 +26,7 @@ def smollm2(
     dtype: torch.dtype,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a SmolLM2, or another Llama with plain RoPE and no biases.
 
@@ -33,6 +35,8 @@ def smollm2(
         dtype: of all weights.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model, all of it trainable.
@@ -47,6 +51,7 @@ def smollm2(
         dtype=dtype,
         backend=backend,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     load_hf(model, directory)
     return model
@@ -60,8 +65,10 @@ def lora_smollm2(
     lora_alpha: float,
     lora_modules: Sequence[str],
     lora_dtype: torch.dtype = torch.float32,
+    quantize_base: bool = False,
     backend: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a SmolLM2 with its weights frozen and low-rank adapters to train.
 
@@ -76,8 +83,11 @@ def lora_smollm2(
         lora_modules: which linears of every layer, among q_proj, k_proj, v_proj, output_proj, w1
             (gate), w2 (down), w3 (up).
         lora_dtype: of the adapters' weights; float32 keeps small updates.
+        quantize_base: hold the frozen linears of the layers in NF4, 4.13 bits per weight.
         backend: of the attention: auto, folded, flex or reference.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model; only the adapters require gradients.
@@ -94,11 +104,12 @@ def lora_smollm2(
         dtype=dtype,
         backend=backend,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
         lora_modules=lora_modules,
         lora_rank=lora_rank,
         lora_alpha=lora_alpha,
     )
-    load_hf(model, directory)
+    load_hf(model, directory, pack=pack_linears(ADAPTABLE) if quantize_base else None)
     start_adapters(model, lora_dtype=lora_dtype)
     return model
 
@@ -130,6 +141,7 @@ def _build(
     dtype: torch.dtype,
     backend: str,
     checkpoint_activations: bool,
+    offload_activations: bool,
     lora_modules: Sequence[str] = (),
     lora_rank: int = 0,
     lora_alpha: float = 0.0,
@@ -181,6 +193,7 @@ def _build(
             if config.tie_word_embeddings
             else nn.Linear(config.embed_dim, config.vocab_size, bias=False),
             checkpoint_activations=checkpoint_activations,
+            offload_activations=offload_activations,
         )
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import safe_open
@@ -23,7 +23,18 @@ from components.disk import flush
 from components.models.conversion import HAVE_SINKS, from_hf, is_hf_sink, to_hf
 from components.models.decoder import ModelConfig, PolicyModel
 from components.models.lora import adapters, merged_weight
-from components.models.mxfp4 import decode_pairs
+from components.models.mxfp4 import BLOCKS, check_scales, decode_pairs
+from components.models.nf4 import Pack, decoded, is_nf4
+
+
+@runtime_checkable
+class KeepsOnHost(Protocol):
+    """A module with weights that ``state_dict`` does not know of."""
+
+    def host_state(self) -> dict[str, Tensor]:
+        """Them by name."""
+        ...
+
 
 _LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 # Everything beside the weights that transformers and vLLM read.
@@ -39,7 +50,7 @@ _COPIED = (
 )
 
 
-def load_hf(model: PolicyModel, directory: str | Path) -> None:
+def load_hf(model: PolicyModel, directory: str | Path, *, pack: Pack | None = None) -> None:
     """Fill a model with the weights of a Hugging Face directory, cast to the model's dtypes.
 
     Adapters are left alone, and so are sinks that the directory knows nothing of. Parameters on the
@@ -48,14 +59,18 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
     Args:
         model: not sharded.
         directory: with model.safetensors, or shards and model.safetensors.index.json.
+        pack: what is stored in the place of a weight that was on the meta device, such as
+            ``nf4.pack_linears``; one weight at a time, so that no more than one is held twice.
 
     Raises:
         FileNotFoundError: if a weight file is missing.
         ValueError: if tensors are missing, foreign or of another shape; the first few are named.
     """
     directory = Path(directory)
-    found = decode_pairs(_read(directory))
     parameters = {k: p for k, p in model.named_parameters() if not _is_adapter(k)}
+    found = _read(directory)
+    if not any(name.endswith(".blocks") for name in parameters):
+        found = decode_pairs(found)
     optional = model.config.model_type not in HAVE_SINKS
     if optional and not any(is_hf_sink(name) for name in found):
         parameters = {k: p for k, p in parameters.items() if not k.endswith(".attn.sinks")}
@@ -72,11 +87,17 @@ def load_hf(model: PolicyModel, directory: str | Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             value = converted.pop(name).to(parameter.dtype)
-            if value.data_ptr() % 16:  # in the file's memory; torch's grouped products may want it
+            if name.endswith(".scales"):
+                check_scales(value)
+            elif (
+                value.is_floating_point() and value.data_ptr() % 16
+            ):  # in the file's memory; torch's grouped products may want it
                 value = value.clone()
             if parameter.is_meta:
                 owner = model.get_submodule(name.rpartition(".")[0])
-                filled = torch.nn.Parameter(value.contiguous(), parameter.requires_grad)
+                value = value.contiguous() if pack is None else pack(name, value.contiguous())
+                trained = parameter.requires_grad and not is_nf4(value)
+                filled = torch.nn.Parameter(value, trained)
                 setattr(owner, name.rpartition(".")[2], filled)
             else:
                 parameter.copy_(value)
@@ -91,6 +112,10 @@ def save_hf(
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a directory that transformers and vLLM load, adapters merged into their base weights.
+
+    A base in NF4 is decoded first, and the adapters are merged into that: what is written is the
+    policy that was trained and sampled, in full precision. Merged into the weights of `source_dir`
+    it would be another one, for the adapters were trained to make up for the rounding.
 
     All is written into ``<directory>.tmp`` first, synced, then renamed. A directory that is
     replaced stands as ``<directory>.old`` for the moment between two renames: give each checkpoint
@@ -119,8 +144,9 @@ def save_hf(
             shutil.copyfile(source_dir / name, temporary / name)
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
     saved_dtype = str(tensors[_EMBEDDINGS].dtype).removeprefix("torch.")
-    for stale in ("dtype", "quantization_config"):  # MXFP4 was decoded
-        config.pop(stale, None)
+    config.pop("dtype", None)
+    if not any(name.endswith(BLOCKS) for name in tensors):  # MXFP4 was decoded
+        config.pop("quantization_config", None)
     config.update(torch_dtype=saved_dtype, tie_word_embeddings=model.config.tie_word_embeddings)
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
@@ -138,19 +164,32 @@ def hf_state(
 
     Args and errors as in save_hf.
     """
-    full = dict(model.state_dict() if state is None else state)
-    base = {name: value.detach() for name, value in full.items() if not _is_adapter(name)}
+    full = dict(model.state_dict() if state is None else state) | _host_state(model)
+    base = {name: decoded(value.detach()) for name, value in full.items() if not _is_adapter(name)}
     for name, module in adapters(model).items():
         a, b = full[f"{name}.lora_a.weight"], full[f"{name}.lora_b.weight"]
         weight = base[f"{name}.weight"]
         merged = merged_weight(weight, a, b, scale=module.alpha / module.rank)
         base[f"{name}.weight"] = merged.to(dtype or weight.dtype)
-    moved = {k: v.to("cpu", dtype or v.dtype) for k, v in base.items()}
+    moved = {
+        k: v.to("cpu", dtype if dtype and v.is_floating_point() else v.dtype)
+        for k, v in base.items()
+    }
     if model.config.model_type in HAVE_SINKS:  # trained in float32, saved as the rest is
         saved = moved["tok_embeddings.weight"].dtype
         moved |= {k: v.to(saved) for k, v in moved.items() if k.endswith(".attn.sinks")}
     converted = to_hf(moved, model.config)
     return {name: value.contiguous() for name, value in converted.items()}
+
+
+def _host_state(model: PolicyModel) -> dict[str, Tensor]:
+    """Weights that are in host memory and no parameters: streamed experts."""
+    return {
+        f"{path}.{name}": tensor
+        for path, module in model.named_modules()
+        if isinstance(module, KeepsOnHost)
+        for name, tensor in module.host_state().items()
+    }
 
 
 def _hf_meta(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

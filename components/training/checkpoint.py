@@ -1,169 +1,209 @@
 """Checkpoints that are whole or absent.
 
-``step_N/`` is a directory that transformers and vLLM load. ``step_N/resume/`` holds what a resumed
-run needs beyond that: fp32 trainable weights, the optimizer's state, the reference policy and a
-JSON state. It is written under another name, flushed, and renamed into place, so a run killed while
-saving finds the step before.
+``step_N/`` is a directory that transformers and vLLM load (or PEFT, for adapters alone).
+``step_N/resume/`` holds what a resumed run needs beyond that. All is written under another name,
+flushed, listed in a manifest with its sizes, and renamed into place, so a run killed while saving
+finds the step before. Every rank writes its own part of the resume state.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
 
 from components.disk import failed_write, flush, remove_tree, write_text
-from components.training.parallelize import World, full_tensor, shard_like
+from components.training import resume_state
+from components.training.parallelize import World
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
+from components.training.resume_state import WEIGHTS, ResumeState
+from components.training.retention import (
+    MANIFEST,
+    Best,
+    Retention,
+    is_whole,
+    numbered,
+    prune,
+    remove_leftovers,
+)
+from components.training.shards import Group
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
+WriteModel = Callable[[Path], None]
+_PATIENCE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeState:
-    """What a run needs to go on as if it had never stopped."""
+class Checkpoints:
+    """Saves and restores the checkpoints of one run; the same calls are made on every rank."""
 
-    weights: dict[str, Tensor]
-    """fp32 trainable weights by name."""
-    optimizer: dict[str, Any]
-    """``optimizer.state_dict()`` with whole tensors."""
-    reference: dict[str, Tensor]
-    """The reference policy's weights; empty without one."""
-    state: dict[str, Any]
-    """JSON: step, loader state, seed."""
+    def __init__(
+        self,
+        output_dir: Path,
+        world: World,
+        *,
+        keep_last: int = 1,
+        keep_best: Mapping[str, Any] | None = None,
+        exports: str = "all",
+        in_background: bool = False,
+    ) -> None:
+        """Make a process group of their own where there are several ranks. Collective.
 
+        Args:
+            output_dir: the run's directory.
+            world: this process among its peers.
+            keep_last: so many of the newest keep their resume state; 0: all.
+            keep_best: ``metric``, ``mode`` and ``num``: these keep theirs, too.
+            exports: what becomes of the models of the others: ``all`` stay, or only those ``kept``.
+            in_background: copy to host memory and write while the run goes on.
+        """
+        self._output_dir, self._world = output_dir, world
+        best = None if keep_best is None else Best(**keep_best)
+        self._retention = Retention(keep_last=keep_last, keep_best=best, exports=exports)
+        self._in_background = in_background
+        # On CPUs whatever the model is on, and apart from the run's own messages.
+        self._group: Group = None
+        if world.size > 1:
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+            self._group = group
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
-def gather(
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    reference: ReferencePolicy | None,
-    state: dict[str, Any],
-) -> ResumeState:
-    """Collect what a resumed run needs, every tensor whole. Collective."""
-    return ResumeState(
-        weights={name: full_tensor(p.detach()) for name, p in masters.named_parameters()},
-        optimizer=full_optimizer_state(optimizer),
-        reference={} if reference is None else reference.full_state(),
-        state=state,
-    )
+    def save(
+        self,
+        masters: MasterWeights,
+        optimizer: torch.optim.Optimizer,
+        reference: ReferencePolicy | None,
+        facts: Mapping[str, Any],
+        *,
+        take_model: Callable[..., WriteModel],
+    ) -> None:
+        """Write ``step_N``, N being ``facts["step"]``. Collective.
 
+        Args:
+            masters: the weights that the optimizer updates.
+            optimizer: over ``masters``.
+            reference: the reference policy, if the loss has one.
+            facts: JSON: step, seed, loader state.
+            take_model: ``take_model(changing=names)`` returns what writes the model at a path; it
+                copies the tensors of these names first, which later steps change.
 
-def restore(
-    path: Path,
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    reference: ReferencePolicy | None,
-    *,
-    seed: int,
-) -> dict[str, Any]:
-    """Put everything back as it was at a whole checkpoint.
-
-    Returns:
-        The JSON state: step, loader state, seed.
-
-    Raises:
-        ValueError: for another seed, or tensors that do not fit the model.
-    """
-    resume = load(path)
-    if resume.state["seed"] != seed:
-        raise ValueError(f"seed: {seed}, but {path} was made with {resume.state['seed']}")
-    load_weights(masters.named_parameters(), resume.weights)
-    load_optimizer_state(optimizer, resume.optimizer)
-    if reference is not None:
-        if not resume.reference:
-            raise ValueError(
-                f"loss.beta: a KL term needs the reference policy that the run began with, and "
-                f"{path} has none, because it was made with beta 0"
-            )
-        reference.load_full_state(resume.reference)
-    masters.publish()
-    return resume.state
-
-
-def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state with every sharded tensor made whole. Collective."""
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return full_tensor(value).detach().cpu()
-        if isinstance(value, Mapping):
-            return {k: whole(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [whole(v) for v in value]
-        return value
-
-    return whole(optimizer.state_dict())
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore an optimizer, sharding its tensors as its parameters are sharded."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    entries = {
-        index: {key: _like(params[int(index)], value) for key, value in entry.items()}
-        for index, entry in state["state"].items()
-    }
-    optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
-
-
-def load_weights(params: Iterable[tuple[str, nn.Parameter]], weights: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into (possibly sharded) parameters.
-
-    Raises:
-        ValueError: if names or shapes differ.
-    """
-    named = dict(params)
-    if named.keys() != weights.keys():
-        odd = sorted(named.keys() ^ weights.keys())
-        raise ValueError(
-            f"checkpoint: {len(odd)} trainable tensors differ from the model's (another model, or "
-            f"other lora_modules?): {', '.join(odd[:5])}"
+        Raises:
+            OSError: if this checkpoint, or the one in the background before it, cannot be written
+                (disk full...); see :func:`write`.
+        """
+        self.wait()
+        resume = resume_state.capture(masters, optimizer, reference, facts, group=self._group)
+        changing = [n.removeprefix(WEIGHTS) for n in resume.tensors if n.startswith(WEIGHTS)]
+        if not self._in_background:
+            self._write(facts["step"], resume, take_model(changing=()))
+            return
+        # The other ranks write nothing of the model and need no copy.
+        write_model = take_model(changing=changing if self._world.is_main else ())
+        arguments = (facts["step"], resume.staged(), write_model)
+        self._thread = threading.Thread(
+            target=self._try, args=arguments, name="checkpoint", daemon=True
         )
-    with torch.no_grad():
-        for name, param in named.items():
-            if param.shape != weights[name].shape:
-                raise ValueError(
-                    f"checkpoint: {name} is {tuple(weights[name].shape)}, the model's is "
-                    f"{tuple(param.shape)}"
-                )
-            param.copy_(shard_like(param, weights[name]))
+        self._thread.start()
+
+    def _write(self, step: int, resume: ResumeState, write_model: WriteModel) -> None:
+        write(
+            self._output_dir,
+            step,
+            resume,
+            write_model=write_model,
+            retention=self._retention,
+            group=self._group,
+            is_main=self._world.is_main,
+        )
+
+    def _try(self, step: int, resume: ResumeState, write_model: WriteModel) -> None:
+        try:
+            self._write(step, resume, write_model)
+        except BaseException as error:
+            self._error = error  # raised by wait()
+
+    def poll(self) -> None:
+        """Raise the error of a checkpoint that failed in the background. Collective."""
+        if self._in_background and self._world.max([float(self._error is not None)])[0]:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint in the background.
+
+        Raises:
+            OSError: if it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """At the end of this context the checkpoint in the background is written, or has failed.
+
+        After another error it is written, too, if the other ranks are still there for it.
+
+        Raises:
+            OSError: if it could not be written.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._thread is not None:
+                self._thread.join(_PATIENCE_S if self._world.size > 1 else None)
+                if self._error is not None:
+                    logger.error("the last checkpoint was not written: %s", self._error)
+            raise
+        self.wait()
+
+    def restore(
+        self,
+        path: Path,
+        masters: MasterWeights,
+        optimizer: torch.optim.Optimizer,
+        reference: ReferencePolicy | None,
+        *,
+        seed: int,
+    ) -> dict[str, Any]:
+        """Put everything back as it was; see :func:`components.training.resume_state.restore`."""
+        return resume_state.restore(
+            path / "resume", masters, optimizer, reference, seed=seed, group=self._group
+        )
 
 
-def _like(param: nn.Parameter, value: Any) -> Any:
-    """An optimizer's tensor laid out like its parameter; scalars and counters as they are."""
-    if isinstance(value, Tensor) and value.shape == param.shape:
-        return shard_like(param, value)
-    return value
-
-
-def save(
+def write(
     output_dir: Path,
     step: int,
     resume: ResumeState,
     *,
-    save_model: Callable[[Path], None],
-    world: World,
-    keep_resume_states: int = 1,
+    write_model: WriteModel,
+    retention: Retention,
+    group: Group = None,
+    is_main: bool = True,
 ) -> Path:
-    """Write ``step_N`` on the main rank; the others wait.
+    """Write one checkpoint and drop what is no longer kept. Collective.
 
     Args:
         output_dir: the run's directory.
         step: number of finished steps.
-        resume: what a resumed run needs (gathered by the caller on every rank).
-        save_model: writes a Hugging Face directory at the path it is given.
-        world: this process among its peers.
-        keep_resume_states: how many of the newest checkpoints keep their resume state; older ones
-            keep the model only. 0 keeps all.
+        resume: this rank's part of what a resumed run needs.
+        write_model: makes a directory at the path it is given; called on the main rank.
+        retention: what is kept of older ones.
+        group: all ranks.
+        is_main: whether this rank writes what exists once.
 
     Returns:
         The directory of the checkpoint.
@@ -173,102 +213,79 @@ def save(
             checkpoints before it are as they were. The text says which is the last whole one.
     """
     target = output_dir / f"step_{step}"
-    failure: list[tuple[int, str]] = []
-    cause: Exception | None = None
-    if world.is_main:
-        try:
-            _write(target, resume, save_model)
-            _drop_old_resume_states(output_dir, keep_resume_states)
-        except Exception as error:
-            failed = failed_write(error)
-            if failed is None:
-                raise
-            failure, cause = [failed], error
-    failures = world.gather(failure)
-    if failures:
-        before = last_whole(output_dir)
-        number, why = failures[0]
-        last = f"the last whole checkpoint is {before.name}" if before else "no checkpoint is whole"
-        raise OSError(number, f"{why} (while writing {target.name}; {last})") from cause
+    temporary = target.with_name(target.name + ".tmp")
+    folder = temporary / "resume"
+
+    def begin() -> None:
+        remove_leftovers(output_dir)
+        write_model(temporary)
+        folder.mkdir()
+
+    def finish() -> None:
+        _seal(temporary, target)
+        prune(output_dir, retention)
+
+    phases = (
+        begin if is_main else None,
+        lambda: resume_state.write(resume, folder, group=group, is_main=is_main),
+        finish if is_main else None,
+    )
+    try:
+        for phase in phases:
+            _together(phase, target, group)
+    except BaseException:
+        if is_main:
+            remove_leftovers(output_dir)
+        raise
     return target
 
 
-def _write(target: Path, resume: ResumeState, save_model: Callable[[Path], None]) -> None:
-    from safetensors.torch import save_file
-
-    temporary = target.with_name(target.name + ".tmp")
-    _remove_leftovers(target.parent)
+def _together(phase: Callable[[], None] | None, target: Path, group: Group) -> None:
+    """Run one phase on the ranks that have it; a write that fails on one is an error on all."""
+    failure: tuple[int, str] | None = None
+    cause: Exception | None = None
+    other: BaseException | None = None
     try:
-        save_model(temporary)
-        folder = temporary / "resume"
-        folder.mkdir()
-        save_file(_contiguous(resume.weights), folder / "weights.safetensors")
-        if resume.reference:
-            save_file(_contiguous(resume.reference), folder / "reference.safetensors")
-        with (folder / "optimizer.pt").open("wb") as file:
-            torch.save(resume.optimizer, file)
-        write_text(folder / "state.json", json.dumps(resume.state, indent=2) + "\n")
-        files = sorted(p for p in temporary.rglob("*") if p.is_file())
-        sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in files}
-        for path in files:
-            flush(path)
-        write_text(temporary / MANIFEST, json.dumps(sizes, indent=2) + "\n")
-        flush(folder)
-        flush(temporary)
-        remove_tree(target)
-        temporary.rename(target)
-        flush(target.parent)
-    except BaseException:
-        _remove_leftovers(target.parent)
-        raise
+        if phase is not None:
+            phase()
+    except Exception as error:
+        failure, cause = failed_write(error), error
+        if failure is None:
+            failure, other = (0, f"{type(error).__name__}: {error}"), error
+    failures = [failure]
+    if group is not None:
+        failures = [None] * group.size()
+        dist.all_gather_object(failures, failure, group=group)
+    if other is not None:
+        raise other
+    first = next((f for f in failures if f is not None), None)
+    if first is not None:
+        whole = (path for _, path in numbered(target.parent) if is_whole(path))
+        before = next(whole, None)
+        number, why = first
+        last = f"the last whole checkpoint is {before.name}" if before else "no checkpoint is whole"
+        raise OSError(number, f"{why} (while writing {target.name}; {last})") from cause
 
 
-def _remove_leftovers(output_dir: Path) -> None:
-    """Halves of checkpoints, and what ``save_model`` may have written beside them."""
-    for path in output_dir.glob("step_*.tmp*"):
-        remove_tree(path)
-
-
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _steps(output_dir: Path) -> list[tuple[int, Path]]:
-    found = []
-    for path in output_dir.glob("step_*"):
-        match = re.fullmatch(r"step_(\d+)", path.name)
-        if match:
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
-
-
-def _drop_old_resume_states(output_dir: Path, keep: int) -> None:
-    if keep <= 0:
-        return
-    # A torn checkpoint counts for nothing: it must not push out the resume state of a whole one.
-    whole = [path for _, path in _steps(output_dir) if is_whole(path)]
-    for path in whole[keep:]:
-        if (path / "resume").exists():
-            # The manifest goes first: without it the directory is no longer one to resume from.
-            (path / MANIFEST).unlink(missing_ok=True)
-            remove_tree(path / "resume")
-
-
-def is_whole(path: Path) -> bool:
-    """Whether every file that the checkpoint's manifest lists is there at full size."""
-    manifest = path / MANIFEST
-    try:
-        sizes = json.loads(manifest.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return False
-    return all((path / n).is_file() and (path / n).stat().st_size == s for n, s in sizes.items())
+def _seal(temporary: Path, target: Path) -> None:
+    """Flush everything, list it, and give it its name."""
+    files = sorted(p for p in temporary.rglob("*") if p.is_file())
+    sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in files}
+    for path in files:
+        flush(path)
+    write_text(temporary / MANIFEST, json.dumps(sizes, indent=2) + "\n")
+    flush(temporary / "resume")
+    flush(temporary)
+    remove_tree(target)
+    temporary.rename(target)
+    flush(target.parent)
 
 
 def last_whole(output_dir: Path) -> Path | None:
     """The newest checkpoint that is whole; newer torn ones are named in the log."""
     for leftover in output_dir.glob("step_*.tmp"):
         logger.warning("%s was being written when the run stopped: ignored", leftover.name)
-    for _, path in _steps(output_dir):
+    for _, path in numbered(output_dir):
         if is_whole(path):
             return path
         if (path / "resume").exists():
@@ -276,15 +293,6 @@ def last_whole(output_dir: Path) -> Path | None:
     return None
 
 
-def load(path: Path) -> ResumeState:
-    """Read the resume state of a whole checkpoint."""
-    from safetensors.torch import load_file
-
-    folder = path / "resume"
-    reference = folder / "reference.safetensors"
-    return ResumeState(
-        weights=load_file(folder / "weights.safetensors"),
-        optimizer=torch.load(folder / "optimizer.pt", weights_only=True),
-        reference=load_file(reference) if reference.exists() else {},
-        state=json.loads((folder / "state.json").read_text()),
-    )
+def load(path: Path) -> resume_state.Saved:
+    """The resume state of a whole checkpoint, for looking at."""
+    return resume_state.load(path / "resume")

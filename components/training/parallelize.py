@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.models.decoder import PolicyModel
+from components.models.decoder import PolicyModel, check_offload
+from components.models.nf4 import is_nf4
 from components.training.compiled import Compile, compile_layers
 
 
@@ -133,7 +134,16 @@ def shard(
 
     Parameters stay fp32 shards, cast to ``dtype`` for compute; gradients are reduced in fp32.
     FSDP2 averages gradients over ranks: the caller multiplies its loss by ``world.size``.
+
+    Raises:
+        ValueError: for weights that are no plain numbers (NF4, MXFP4).
     """
+    packed = [n for n, p in model.named_parameters() if is_nf4(p) or not p.is_floating_point()]
+    if packed:
+        raise ValueError(
+            f"{len(packed)} weights are stored in four bits ({packed[0]}, ...): quantize_base and "
+            f"packed experts run on one rank, not on {world.size}"
+        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -180,14 +190,18 @@ def build_policy(
         sharding: over several ranks.
 
     Raises:
-        ValueError: a sharding that does not fit, or no compiler where one is asked for.
+        ValueError: a sharding that does not fit, no compiler where one is asked for, activations to
+            be offloaded without a CUDA device.
     """
     sharding.check(world)
+    built = make_model(dtype=dtype)
+    if built.offload_activations:
+        check_offload(world.device)
     if world.size == 1:
-        model = make_model(dtype=dtype).to(world.device)
+        model = built.to(world.device)
         compile_layers(model, compile=compile, device=world.device)
         return model, model
-    engine_model = make_model(dtype=dtype).to(world.device).requires_grad_(False)
+    engine_model = built.to(world.device).requires_grad_(False)
     model = make_model(dtype=torch.float32).to(world.device)
     compile_layers(model, compile=compile, device=world.device)
     shard(model, world, dtype=dtype, sharding=sharding)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +18,14 @@ from components.rl.forward import packed_logprobs
 from components.rl.importance import mismatch
 from components.rl.objective import Objective, count
 from components.rl.packing import PackedBatch
+from components.training.guards import Guards
 from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from components.training.update import UpdateTotals, check_finite
 
 Rows = Sequence[tuple[PackedBatch, MaskPlan]]
-Guard = Callable[[Mapping[str, float]], None]
+IsFinite = Callable[[Mapping[str, float]], bool]
 """Stops the run when one of some named values is not finite."""
 
 
@@ -39,6 +42,15 @@ class UpdateSettings:
     updates_per_batch: int = 1
     """Optimizer steps on the same rollouts. The ratio stays against the log-probabilities from
     before the first, so from the second on the clip acts."""
+
+
+def update_settings_from(options: Mapping[str, Any]) -> UpdateSettings:
+    """Those of a config with ``rollout.temperature``, ``logprob_chunk``, ``max_grad_norm`` and
+    ``updates_per_batch``."""
+    own = ("logprob_chunk", "max_grad_norm", "updates_per_batch")
+    return UpdateSettings(
+        temperature=options["rollout"]["temperature"], **{name: options[name] for name in own}
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +80,8 @@ class PolicyUpdate:
         reference: of the KL term, or None.
         settings: sizes, clipping, number of updates.
         world: this process among its peers.
+        guards: decide whether an optimizer step may be taken; by default a number that is not
+            finite ends the run and nothing else does.
     """
 
     def __init__(
@@ -80,10 +94,12 @@ class PolicyUpdate:
         reference: ReferencePolicy | None,
         settings: UpdateSettings,
         world: World,
+        guards: Guards | None = None,
     ) -> None:
         self._model, self._masters, self._optimizer = model, masters, optimizer
         self._objective, self._reference = objective, reference
         self._settings, self._world = settings, world
+        self._guards = guards or Guards()
 
     def __call__(
         self,
@@ -108,13 +124,14 @@ class PolicyUpdate:
             has changed and there is None.
 
         Raises:
-            FloatingPointError: a loss or gradient that is not finite.
+            FloatingPointError: a loss or gradient that is not finite, unless the guards skip it.
+            GuardStop: a guard ends the run; the weights are those before this update.
         """
         self._optimizer.zero_grad(set_to_none=True)  # what a batch that was given up left behind
         state = [_Row(batch=batch, plan=plan) for batch, plan in rows]
-        guard = partial(check_finite, rows=rows, dump=dump)
+        is_finite = partial(self._is_finite, rows=rows, dump=dump)
         if self._objective.importance.masks:
-            self._mask(state, check_stop, guard)
+            self._mask(state, check_stop, is_finite)
         denominator = self._denominator(state)
         if denominator == 0.0:
             return {"importance/masked_frac": 1.0}, None
@@ -125,10 +142,10 @@ class PolicyUpdate:
             for row in state:
                 if number == 0:
                     check_stop()
-                self._backward(row, denominator, totals, guard)
+                self._backward(row, denominator, totals, is_finite)
             if number == 0:
                 own = model_metrics()
-            found.append(self._step(totals, guard))
+            found.append(self._step(totals, is_finite))
         if len(found) > 1:
             self._model.step_metrics()  # what the later updates counted is not the next step's
         means = {name: sum(m[name] for m in found) / len(found) for name in found[0]}
@@ -150,7 +167,9 @@ class PolicyUpdate:
             entropy_grad=entropy_grad,
         )
 
-    def _mask(self, state: Sequence[_Row], check_stop: Callable[[], None], guard: Guard) -> None:
+    def _mask(
+        self, state: Sequence[_Row], check_stop: Callable[[], None], is_finite: IsFinite
+    ) -> None:
         """Decide which tokens are in the loss.
 
         A pass of its own: the denominator, which they change, must be known before any backward.
@@ -159,8 +178,8 @@ class PolicyUpdate:
             check_stop()
             with torch.no_grad():
                 row.before = self.logprobs(row.batch, row.plan)[0]
-            guard({"trainer_logprobs": float(row.before.sum())})
-            row.keep = self._objective.keep(row.before, row.batch)
+            if is_finite({"trainer_logprobs": float(row.before.sum())}):
+                row.keep = self._objective.keep(row.before, row.batch)
 
     def _denominator(self, state: Sequence[_Row]) -> float:
         """That of all rows of all ranks. Collective."""
@@ -170,7 +189,9 @@ class PolicyUpdate:
             num_tokens=num_tokens, num_rollouts=num_rollouts
         )
 
-    def _backward(self, row: _Row, denominator: float, totals: UpdateTotals, guard: Guard) -> None:
+    def _backward(
+        self, row: _Row, denominator: float, totals: UpdateTotals, is_finite: IsFinite
+    ) -> None:
         """Add the gradient of one row, and count it."""
         batch, bonus = row.batch, self._objective.entropy_bonus > 0.0
         if self._reference is not None and row.reference is None:
@@ -179,7 +200,11 @@ class PolicyUpdate:
         logprobs, entropy = self.logprobs(batch, row.plan, entropy_grad=bonus)
         if row.before is None:
             row.before = logprobs.detach()
-            guard({"trainer_logprobs": float(row.before.sum())})
+        if not is_finite({"trainer_logprobs": float(row.before.sum())}):
+            # Every rank goes through all backward passes; the guard sees the loss of all.
+            (logprobs.sum() * math.nan).backward()
+            totals.add_not_finite(num_tokens=logprobs.numel())
+            return
         out, num_capped = self._objective(
             logprobs,
             batch=batch,
@@ -196,13 +221,21 @@ class PolicyUpdate:
         gap = mismatch(row.before, batch.generator_logprobs)
         totals.add(out, entropy=entropy, gap=gap, num_capped=num_capped)
 
-    def _step(self, totals: UpdateTotals, guard: Guard) -> dict[str, float]:
+    def _step(self, totals: UpdateTotals, is_finite: IsFinite) -> dict[str, float]:
         """One optimizer step, unless a number is not finite. Collective."""
         metrics = totals.metrics(self._world)
         params = self._masters.parameters()
         metrics["train/grad_norm"] = clip_grad_norm(params, self._settings.max_grad_norm)
-        guard(metrics)
-        self._optimizer.step()
+        is_finite(metrics)
+        allowed = self._guards.allow(metrics)
+        if allowed:
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._masters.publish()
-        return metrics
+        return metrics | {"guard/skipped": float(not allowed)}
+
+    def _is_finite(self, values: Mapping[str, float], *, rows: Rows, dump: Path) -> bool:
+        """Whether numbers are finite; where that ends the run, an error and a dump of the rows."""
+        if self._guards.non_finite == "stop":
+            check_finite(values, rows, dump)
+        return all(map(math.isfinite, values.values()))

@@ -14,15 +14,36 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from components.training.parallelize import full_tensor, shard_like
-
 
 class ReferencePolicy:
-    """Snapshot of the trainable parameters of a model (of this rank's shards under FSDP2)."""
+    """Snapshot of the trainable parameters of a model (of this rank's shards under FSDP2).
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the policy as it is now.
+        offload: keep the snapshot, and the policy's own weights while the snapshot is swapped in,
+            in the host's memory.
+        reset_every: make the policy the reference again after every so many steps; None: never.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, offload: bool = False, reset_every: int | None = None
+    ) -> None:
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._weights = {n: p.detach().clone() for n, p in self._params.items()}
+        self._offload, self._reset_every = offload, reset_every
+        self._weights = self._copy()
+
+    def _copy(self) -> dict[str, Tensor]:
+        device = "cpu" if self._offload else None
+        return {n: p.detach().to(device, copy=True) for n, p in self._params.items()}
+
+    def reset_if_due(self, step: int) -> None:
+        """Take the snapshot again if this step ends a period.
+
+        Args:
+            step: number of finished steps.
+        """
+        if self._reset_every is not None and step % self._reset_every == 0:
+            self._weights = self._copy()
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -31,7 +52,7 @@ class ReferencePolicy:
         Enter it before the forward whose gradient is wanted: weights must not change between a
         forward and its backward.
         """
-        current = {n: p.detach().clone() for n, p in self._params.items()}
+        current = self._copy()
         with torch.no_grad():
             try:
                 self._write(self._weights)
@@ -43,18 +64,6 @@ class ReferencePolicy:
         for name, param in self._params.items():
             param.detach().copy_(weights[name])
 
-    def full_state(self) -> dict[str, Tensor]:
-        """The snapshot with every tensor whole. Collective."""
-        return {name: full_tensor(weight) for name, weight in self._weights.items()}
-
-    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a snapshot.
-
-        Raises:
-            ValueError: if the names differ from the model's trainable parameters.
-        """
-        if state.keys() != self._weights.keys():
-            odd = sorted(state.keys() ^ self._weights.keys())[:5]
-            raise ValueError(f"reference policy: the checkpoint's tensors are others: {odd}")
-        for name, tensor in state.items():
-            self._weights[name].copy_(shard_like(self._params[name], tensor))
+    def tensors(self) -> dict[str, Tensor]:
+        """The snapshot itself, by name (this rank's shards): to be saved, or read into."""
+        return dict(self._weights)

@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 _FREE_ON_RESUME = (
-    *("recipe", "resume", "output_dir", "num_steps", "save_every", "keep_resume_states"),
+    *("recipe", "resume", "output_dir", "num_steps", "save_every", "checkpoints"),
     *("tensorboard", "eval"),
 )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from components.training.schema import Bool, Component, Float, Int, ListOf, OneOf, Str
+from components.training.optimizers import OptimizerComponent
+from components.training.schema import Bool, Component, Float, Int, ListOf, OneOf, Section, Str
 
 ROLLOUT = {
     "max_turns": Int(min=1),
@@ -19,13 +20,16 @@ ROLLOUT = {
 }
 """The limits of a rollout and the workers that play it; see ``worker_pool``."""
 
+OPTIMIZER = OptimizerComponent()
+"""Called with the fp32 weights."""
+
 WARM_START = {
     "num_steps": Int(min=0),
     "num_demonstrations": Int(min=1),
     "demonstrations_per_step": Int(min=1),
     "max_tokens": Int(min=1),
     "oracle": Component(positional=1),
-    "optimizer": Component(positional=1),
+    "optimizer": OPTIMIZER,
     "use_cache": Bool(default=True),
 }
 """Supervised steps on demonstrations; see ``warm_start``."""
@@ -55,6 +59,32 @@ UPDATE = {
 }
 """From the rollouts of a step to its gradient; see ``trained_items`` and ``Objective``."""
 
+_LIMIT = OneOf("stop", "skip", "warn")
+
+TRAINER = {
+    "compile": OneOf("auto", True, False, default="auto"),
+    "sharding": {"shard_size": Int(min=1, default=None), "cpu_offload": Bool(default=False)},
+    "reference": {"offload": Bool(default=False), "reset_every": Int(min=1, default=None)},
+    "guards": {
+        "non_finite": OneOf("stop", "skip", default="stop"),
+        "max_skips": Int(min=0, default=10),
+        "grad_spike": Section(
+            {"factor": Float(gt=1), "window": Int(min=2), "action": _LIMIT}, default=None
+        ),
+        "entropy_collapse": Section({"below": Float(gt=0), "action": _LIMIT}, default=None),
+        "mismatch": Section({"above": Float(gt=0), "action": _LIMIT}, default=None),
+        "flat_reward": Section(
+            {
+                "steps": Int(min=2),
+                "tolerance": Float(min=0, default=0.0),
+                "action": OneOf("stop", "warn"),
+            },
+            default=None,
+        ),
+    },
+}
+"""How the model is run and watched; see ``build_policy``, ``ReferencePolicy`` and ``Guards``."""
+
 EVALUATION = {
     "dataset": Component(),
     "before": Bool(default=False),
@@ -63,6 +93,22 @@ EVALUATION = {
     "temperature": Float(min=0),
 }
 """Held-out tasks during training."""
+
+CHECKPOINTS = {
+    "keep_last": Int(min=0, default=1),
+    "keep_best": Section(
+        {
+            "metric": Str(),
+            "mode": OneOf("max", "min", default="max"),
+            "num": Int(min=1, default=1),
+        },
+        default=None,
+    ),
+    "exports": OneOf("all", "kept", default="all"),
+    "export": OneOf("full", "adapter", default="full"),
+    "in_background": Bool(default=False),
+}
+"""What checkpoints hold, how they are written and which are kept; see ``Checkpoints``."""
 
 
 def _at(cfg: Mapping[str, Any], path: str) -> Any:
@@ -161,3 +207,11 @@ def update_options(cfg: Mapping[str, Any]) -> list[str]:
             "it would count twice; must be null"
         )
     return problems
+
+
+def best_metric(cfg: Mapping[str, Any]) -> list[str]:
+    """The problem of keeping the best checkpoints by an evaluation that is not made."""
+    metric = _at(cfg, "checkpoints.keep_best.metric")
+    if metric is None or not metric.startswith("eval/") or cfg["eval"] is not None:
+        return []
+    return [f"checkpoints.keep_best.metric = {metric}: needs an evaluation, and eval is null"]

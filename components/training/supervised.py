@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from components.rl.forward import packed_logprobs
 from components.rl.losses import sft_loss
 from components.rl.packing import PackItem
 from components.rollout.types import Rollout
+from components.training.optimizers import set_learning_rate
 from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
 from components.training.update import packed_rows
@@ -38,6 +40,19 @@ class SupervisedSettings:
     """Gradients are clipped to this global norm."""
     seed: int
     """Of the order of the demonstrations."""
+
+
+def supervised_settings_from(options: Mapping[str, Any]) -> SupervisedSettings:
+    """Those of a config with a section ``warm_start``."""
+    of_stage, of_run = options["warm_start"], options
+    return SupervisedSettings(
+        num_steps=of_stage["num_steps"],
+        demonstrations_per_step=of_stage["demonstrations_per_step"],
+        tokens_per_batch=of_run["tokens_per_batch"],
+        logprob_chunk=of_run["logprob_chunk"],
+        max_grad_norm=of_run["max_grad_norm"],
+        seed=of_run["seed"],
+    )
 
 
 def supervised_steps(
@@ -67,11 +82,12 @@ def supervised_steps(
     """
     if not demonstrations:
         raise ValueError("warm_start: no demonstration succeeded: there is nothing to learn")
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     draws = _draws(len(demonstrations), seed=settings.seed)
     for step in range(settings.num_steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1.0 - 0.9 * step / max(1, settings.num_steps - 1))
+            decay = 1.0 - 0.9 * step / max(1, settings.num_steps - 1)
+            set_learning_rate(group, rate * decay)
         chosen = [next(draws) for _ in range(settings.demonstrations_per_step)]
         items = [
             PackItem(tokens=demonstrations[i].tokens, advantage=1.0, key=f"{n:04d}")

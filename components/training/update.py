@@ -48,6 +48,20 @@ def packed_rows(
     return [(batch, MaskPlan.from_tree(batch.tree)) for batch in batches], metrics
 
 
+_SUMS = (
+    "loss/total",
+    "num_tokens",
+    "num_with_masked",
+    "loss/policy",
+    "loss/kl",
+    "policy/clip_frac_low",
+    "policy/clip_frac_high",
+    "policy/entropy",
+    "importance/capped_frac",
+    "mismatch/kl",
+)
+
+
 class UpdateTotals:
     """Sums over the rows of an update, made into metrics of all ranks.
 
@@ -57,7 +71,7 @@ class UpdateTotals:
 
     def __init__(self, *, denominator: float) -> None:
         self._denominator = denominator
-        self._sums: dict[str, float] = {}
+        self._sums = dict.fromkeys(_SUMS, 0.0)
         self._worst_gap = 0.0
 
     def add(
@@ -74,19 +88,26 @@ class UpdateTotals:
         # max() would lose a NaN: every comparison with one is false.
         if not gap.logprob_diff_max <= self._worst_gap and not math.isnan(self._worst_gap):
             self._worst_gap = gap.logprob_diff_max
-        for name, value in (
-            ("loss/total", out.loss.detach()),
-            ("num_tokens", out.num_tokens),
-            ("num_with_masked", gap.num_tokens),
-            ("loss/policy", out.policy_sum),
-            ("loss/kl", out.kl_sum),
-            ("policy/clip_frac_low", out.num_clipped_low),
-            ("policy/clip_frac_high", out.num_clipped_high),
-            ("policy/entropy", 0.0 if entropy is None else entropy.detach().sum()),
-            ("importance/capped_frac", num_capped),
-            ("mismatch/kl", gap.kl_sum),
-        ):
-            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+        values = {
+            "loss/total": out.loss.detach(),
+            "num_tokens": out.num_tokens,
+            "num_with_masked": gap.num_tokens,
+            "loss/policy": out.policy_sum,
+            "loss/kl": out.kl_sum,
+            "policy/clip_frac_low": out.num_clipped_low,
+            "policy/clip_frac_high": out.num_clipped_high,
+            "policy/entropy": 0.0 if entropy is None else entropy.detach().sum(),
+            "importance/capped_frac": num_capped,
+            "mismatch/kl": gap.kl_sum,
+        }
+        for name in self._sums:
+            self._sums[name] += float(values[name])
+
+    def add_not_finite(self, *, num_tokens: int) -> None:
+        """Count a row whose log-probabilities are not finite: nor is anything made of them."""
+        self._worst_gap = math.nan
+        for name in self._sums:
+            self._sums[name] += num_tokens if name.startswith("num_") else math.nan
 
     def metrics(self, world: World) -> dict[str, float]:
         """The loss and its parts, and means over the tokens of all ranks. Collective."""

@@ -19,9 +19,9 @@ from components.models.decoder import PolicyModel
 from components.rollout.episode import failed_rollout
 from components.rollout.specs import group_specs
 from components.rollout.workers import Failure, WorkerPool
-from components.training.checkpoint import load_weights
 from components.training.parallelize import World, full_tensor
 from components.training.precision import MasterWeights
+from components.training.resume_state import load_weights
 from components.training.stop import StopSignal
 from components.training.supervised import SupervisedSettings, supervised_steps
 from components.training.warm_cache import cache_file, read_cache, write_cache

@@ -57,6 +57,23 @@ def assert_nothing_left(tmp_path):
         ({"resume": "yes_please"}, "resume = 'yes_please': must be true or false"),
         ({"rollout__temperature": 0}, "rollout.temperature = 0: must be a number > 0"),
         ({"rollout__group_size": 0}, "rollout.group_size = 0: must be an integer >= 1"),
+        ({"keep_resume_states": 2}, "keep_resume_states: unknown key"),
+        (
+            {"checkpoints__export": "peft"},
+            "checkpoints.export = 'peft': must be one of full, adapter",
+        ),
+        (
+            {"checkpoints__export": "adapter"},
+            "checkpoints.export: adapter: the model has no adapters; use full, or a lora_ model",
+        ),
+        (
+            {"checkpoints__keep_best": "{metric: eval/official_mean}", "eval": "null"},
+            "checkpoints.keep_best.metric = eval/official_mean: needs an evaluation, and eval is",
+        ),
+        (
+            {"checkpoints__keep_best": "{metric: reward/mean, mode: most}"},
+            "checkpoints.keep_best.mode = 'most': must be one of max, min",
+        ),
         ({"dtype": "fp16"}, "dtype = 'fp16': must be one of bf16, fp32"),
         (
             {"optimizer__lrr": 1},

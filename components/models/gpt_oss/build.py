@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torchtune.modules import TransformerSelfAttentionLayer
@@ -12,6 +14,7 @@ from components.models.decoder import PolicyModel
 from components.models.gpt_oss.config import GptOssConfig
 from components.models.gpt_oss.experts import ExpertLinear, Experts
 from components.models.gpt_oss.moe import MixtureOfExperts
+from components.models.gpt_oss.packed import FROZEN, PackedExpertLinear, stream_experts
 from components.models.gpt_oss.rope import YarnRotaryEmbedding
 from components.models.layers import RMSNorm
 
@@ -23,6 +26,7 @@ def build(
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """A gpt-oss whose parameters are on the meta device: shapes and names without data.
 
@@ -31,8 +35,11 @@ def build(
         dtype: of all parameters but the sinks, which are float32: in bfloat16 a logit of 10 could
             not move by less than 0.06.
         backend: of the attention: auto, folded, flex or reference.
-        experts: how the products of the experts run: auto, grouped or loop.
+        experts: how the products of the experts run: auto, grouped or loop; or packed, or streamed:
+            frozen in MXFP4. Call ``stream_experts`` when streamed ones are loaded.
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Raises:
         ValueError: an unknown backend or method.
@@ -56,8 +63,11 @@ def build(
             if config.tie_word_embeddings
             else nn.Linear(config.embed_dim, config.vocab_size, bias=False),
             checkpoint_activations=checkpoint_activations,
+            offload_activations=offload_activations,
         )
         for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                continue  # packed
             wanted = torch.float32 if name.endswith(".attn.sinks") else dtype
             parameter.data = parameter.data.to(wanted)
     return model
@@ -73,6 +83,7 @@ def random_gpt_oss(
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """A gpt-oss with random weights, for tests and measurements.
 
@@ -85,6 +96,7 @@ def random_gpt_oss(
         backend: as in :func:`build`.
         experts: as in :func:`build`.
         checkpoint_activations: as in :func:`build`.
+        offload_activations: as in :func:`build`.
 
     Raises:
         ValueError: as in :func:`build`.
@@ -95,16 +107,25 @@ def random_gpt_oss(
         backend=backend,
         experts=experts,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in list(model.named_parameters()):
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if name.endswith(".scale"):
             value.fill_(1.0)
+        elif name.endswith(".blocks"):
+            value.random_(0, 256, generator=generator)
+        elif name.endswith(".scales"):
+            value.random_(119, 123, generator=generator)  # 2 ** -8 to 2 ** -5
         else:
             value.normal_(std=std, generator=generator)
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(value))
+        setattr(
+            model.get_submodule(owner), attribute, nn.Parameter(value, value.is_floating_point())
+        )
+    if experts == "streamed":
+        stream_experts(model)
     return model.to(device)
 
 
@@ -139,9 +160,10 @@ def _attention(
 
 def _moe(config: GptOssConfig, method: str) -> MixtureOfExperts:
     width, num_experts = config.embed_dim, config.num_experts
+    linear = PackedExpertLinear if method in FROZEN else partial(ExpertLinear, method=method)
     experts = Experts(
-        gate_up_proj=ExpertLinear(num_experts, width, 2 * config.ffn_dim, method=method),
-        down_proj=ExpertLinear(num_experts, config.ffn_dim, width, method=method),
+        gate_up_proj=linear(num_experts, width, 2 * config.ffn_dim),
+        down_proj=linear(num_experts, config.ffn_dim, width),
         limit=config.swiglu_limit,
         alpha=config.swiglu_alpha,
     )

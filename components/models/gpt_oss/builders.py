@@ -28,12 +28,17 @@ from components.models.gpt_oss.config import (
     read_config,
 )
 from components.models.gpt_oss.experts import add_expert_adapters
+from components.models.gpt_oss.packed import FROZEN, stream_experts
+from components.models.hf_config import read_raw
 from components.models.lora import add_adapters, check_lora, start_adapters
+from components.models.nf4 import pack_linears
 from components.models.paths import model_dir as find_model_dir
 from components.models.weights import load_hf
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "output_proj", "gate_up_proj", "down_proj")
 """What adapters can be put on: the linears of the attention, the two maps of every expert."""
+LINEARS = ADAPTABLE[:4]
+"""What ``quantize_base`` holds in NF4, which is for matrices: not the stacks of experts."""
 
 
 def gpt_oss(
@@ -43,6 +48,7 @@ def gpt_oss(
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a gpt-oss of any size.
 
@@ -54,6 +60,8 @@ def gpt_oss(
         experts: how the products of the experts run: grouped (one kernel call), loop (over the
             experts that are used) or auto (grouped where torch has a kernel; logged).
         checkpoint_activations: compute each layer again in the backward pass.
+        offload_activations: move what the layers keep for the backward pass to host memory
+            meanwhile; CUDA only.
 
     Returns:
         The model, all of it trainable.
@@ -63,12 +71,17 @@ def gpt_oss(
         ValueError: if it holds another architecture, or weights that do not fit.
     """
     directory = find_model_dir(model_dir)
+    if experts in FROZEN:
+        raise ValueError(
+            f"experts: {experts!r} are frozen, and gpt_oss trains all weights; use lora_gpt_oss"
+        )
     model = build(
         read_config(directory),
         dtype=dtype,
         backend=backend,
         experts=experts,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     load_hf(model, directory)
     return model
@@ -82,10 +95,12 @@ def lora_gpt_oss(
     lora_alpha: float,
     lora_modules: Sequence[str],
     lora_dtype: torch.dtype = torch.float32,
+    quantize_base: bool = False,
     train_sinks: bool = False,
     backend: str = "auto",
     experts: str = "auto",
     checkpoint_activations: bool = False,
+    offload_activations: bool = False,
 ) -> PolicyModel:
     """Load a gpt-oss of any size with its weights frozen and low-rank adapters to train.
 
@@ -97,10 +112,15 @@ def lora_gpt_oss(
         lora_modules: what is adapted in every layer, among q_proj, k_proj, v_proj, output_proj, and
             of every expert gate_up_proj and down_proj.
         lora_dtype: of the adapters' weights; float32 keeps small updates.
+        quantize_base: hold the linears of the attention in NF4, 4.13 bits per weight; of the
+            experts see `experts`.
         train_sinks: train the attention's sink logits too.
         backend: as in :func:`gpt_oss`.
-        experts: as in :func:`gpt_oss`.
+        experts: as in :func:`gpt_oss`; or, of an MXFP4 directory, packed: kept in its four bits and
+            decoded one expert at a time; or streamed: packed in host memory, two layers at a time
+            on the device. Neither can be adapted: there would be nothing to merge adapters into.
         checkpoint_activations: as in :func:`gpt_oss`.
+        offload_activations: as in :func:`gpt_oss`.
 
     Returns:
         The model; only the adapters (and sinks) require gradients.
@@ -112,18 +132,36 @@ def lora_gpt_oss(
     """
     check_lora(lora_modules, lora_rank=lora_rank, lora_alpha=lora_alpha, names=ADAPTABLE)
     directory = find_model_dir(model_dir)
+    if experts in FROZEN:
+        _check_frozen(directory, experts, lora_modules)
     model = build(
         read_config(directory),
         dtype=dtype,
         backend=backend,
         experts=experts,
         checkpoint_activations=checkpoint_activations,
+        offload_activations=offload_activations,
     )
     add_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
     add_expert_adapters(model, lora_modules, rank=lora_rank, alpha=lora_alpha)
-    load_hf(model, directory)
+    load_hf(model, directory, pack=pack_linears(LINEARS) if quantize_base else None)
+    if experts == "streamed":
+        stream_experts(model)
     start_adapters(model, lora_dtype=lora_dtype, train_sinks=train_sinks)
     return model
+
+
+def _check_frozen(directory: Path, experts: str, lora_modules: Sequence[str]) -> None:
+    adapted = [name for name in lora_modules if name not in LINEARS]
+    if adapted:
+        raise ValueError(
+            f"lora_modules: {', '.join(adapted)} cannot be adapted with experts: {experts!r}, "
+            f"whose MXFP4 weights take no merged adapter; allowed: {', '.join(LINEARS)}"
+        )
+    if not read_raw(directory).get("quantization_config"):
+        raise ValueError(
+            f"experts: {experts!r} needs MXFP4 weights, and {directory} has plain ones; use auto"
+        )
 
 
 def _of_size(

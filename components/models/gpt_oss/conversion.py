@@ -24,6 +24,11 @@ _TO_HF = {
     "mlp_norm.scale": "post_attention_layernorm.weight",
     "mlp.router": "mlp.router",
     "mlp.experts.gate_up_proj.weight": "mlp.experts.gate_up_proj",
+    **{
+        f"mlp.experts.{name}.{part}": f"mlp.experts.{name}_{part}"  # MXFP4, kept as it is
+        for name in ("gate_up_proj", "down_proj")
+        for part in ("blocks", "scales")
+    },
     "mlp.experts.gate_up_proj.bias": "mlp.experts.gate_up_proj_bias",
     "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
     "mlp.experts.down_proj.bias": "mlp.experts.down_proj_bias",

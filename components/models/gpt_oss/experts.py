@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from components.models.gpt_oss.grouped import METHODS, Groups, grouped_product
+from components.models.gpt_oss.packed import FROZEN, PackedExpertLinear
 from components.models.gpt_oss.swiglu import clamped_swiglu
 
 
@@ -30,7 +31,8 @@ class ExpertLinear(nn.Module):
     def __init__(self, num_experts: int, in_dim: int, out_dim: int, *, method: str) -> None:
         super().__init__()
         if method not in METHODS:
-            raise ValueError(f"experts must be one of {', '.join(METHODS)}, not {method!r}")
+            allowed = ", ".join((*METHODS, *FROZEN))
+            raise ValueError(f"experts must be one of {allowed}, not {method!r}")
         self.num_experts, self.in_dim, self.out_dim = num_experts, in_dim, out_dim
         self.method = method
         self.weight = nn.Parameter(torch.empty(num_experts, in_dim, out_dim))
@@ -93,6 +95,9 @@ class AdapterExpertLinear(ExpertLinear):
         return out + grouped_product(low, b, groups, method=self.method)
 
 
+AnyLinear = ExpertLinear | PackedExpertLinear
+
+
 class Experts(nn.Module):
     """The experts of a layer.
 
@@ -104,7 +109,7 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, *, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, limit: float, alpha: float
+        self, *, gate_up_proj: AnyLinear, down_proj: AnyLinear, limit: float, alpha: float
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj

@@ -118,7 +118,7 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: Groups, *, method: str
     return _loop(rows, weight, groups.ends)
 
 
-def _used(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def used_experts(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, and their rows."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
@@ -133,7 +133,7 @@ def _used(ends: Tensor) -> Iterator[tuple[int, slice]]:
 def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``[S, D]`` times ``[E, D, out]``, one product for each expert that is used."""
     out = rows.new_empty(len(rows), weight.shape[2])
-    for expert, part in _used(ends):
+    for expert, part in used_experts(ends):
         torch.mm(rows[part], weight[expert], out=out[part])
     return out
 
@@ -150,7 +150,7 @@ def _loop_backward(
     """Gradients of rows and weight; an empty tensor for one that is not needed."""
     grad_rows = torch.empty_like(rows) if need_rows else rows.new_empty(0)
     grad_weight = torch.zeros_like(weight) if need_weight else weight.new_empty(0)
-    for expert, part in _used(ends):
+    for expert, part in used_experts(ends):
         if need_rows:
             torch.mm(grad[part], weight[expert].t(), out=grad_rows[part])
         if need_weight:

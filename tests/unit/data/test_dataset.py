@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 from components.data.dataset import AgenticEnvDataset, SeededSampler, task_loader
 
@@ -108,6 +109,12 @@ def test_a_loaders_state_is_json(tmp_path):
     second = task_loader(dataset(), tasks_per_step=2, seed=1)
     second.load_state_dict(json.loads(json.dumps(state)))
     assert [task.id for task in next(iter(second))] == expected
+
+
+def test_a_loader_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    next(iter(task_loader(dataset(), tasks_per_step=2, seed=1)))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_loader_makes_no_noise():

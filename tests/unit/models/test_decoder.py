@@ -4,6 +4,7 @@ from torch.nn import functional as F
 
 from components.attention.plan import MaskPlan
 from components.models.smollm2 import smollm2
+from components.training.parallelize import World, build_policy
 
 from . import tiny
 
@@ -97,3 +98,38 @@ def test_recomputed_layers_give_the_same_gradients(tmp_path):
         calls.append(len(count))
     assert calls == [1, 2]
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_offloading_without_cuda_is_refused_before_the_run(tmp_path):
+    directory = tiny.write(tmp_path / "offload")
+
+    def make(dtype):
+        return smollm2(directory, dtype=dtype, backend="folded", offload_activations=True)
+
+    with pytest.raises(ValueError, match=r"offload_activations: .* this is cpu; set it to false"):
+        build_policy(make, World.alone(), dtype=torch.float32)
+    model = make(torch.float32)
+    tokens, places = torch.tensor([[1, 2]]), torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match="offload_activations"):
+        model(tokens, mask=MaskPlan.causal(2), input_pos=places)
+    with torch.no_grad():  # nothing is kept, so there is nothing to move
+        model(tokens, mask=MaskPlan.causal(2), input_pos=places)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_offloaded_activations_give_the_same_gradients(tmp_path, recompute):
+    directory = tiny.write(tmp_path / "offload")
+    tokens = torch.arange(32, device="cuda")[None]
+    grads = []
+    for offload in (False, True):
+        model = smollm2(
+            directory,
+            dtype=torch.float32,
+            backend="folded",
+            checkpoint_activations=recompute,
+            offload_activations=offload,
+        ).cuda()
+        model(tokens, mask=MaskPlan.causal(32), input_pos=tokens).square().sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(torch.equal(grads[0][name], value) for name, value in grads[1].items())

@@ -14,6 +14,7 @@ from components.rl.importance import Importance
 from components.rl.losses import GRPOLoss
 from components.rl.objective import Objective
 from components.rl.packing import pack
+from components.training.guards import Guards, GuardStop, MismatchLimit
 from components.training.parallelize import World
 from components.training.policy_update import PolicyUpdate, UpdateSettings
 from components.training.precision import MasterWeights
@@ -46,7 +47,7 @@ def rows(model, *, logprob=-4.0):
     return [(batch, MaskPlan.from_tree(batch.tree)) for batch in batches]
 
 
-def update(model, *, importance=None, lr=0.1, **settings):
+def update(model, *, importance=None, lr=0.1, guards=None, **settings):
     masters = MasterWeights(model)
     return PolicyUpdate(
         model,
@@ -60,6 +61,7 @@ def update(model, *, importance=None, lr=0.1, **settings):
         reference=None,
         settings=UpdateSettings(temperature=1.0, logprob_chunk=8, max_grad_norm=100.0, **settings),
         world=World.alone(),
+        guards=guards,
     )
 
 
@@ -190,3 +192,54 @@ def test_numbers_that_are_not_finite_stop_the_run(model, tmp_path):
         take(update(model), rows(model), tmp_path)
     assert (tmp_path / "dump.pt").is_file()
     assert torch.equal(before["layers.0.attn.q_proj.weight"], model.layers[0].attn.q_proj.weight)
+
+
+def test_a_row_that_is_not_finite_ends_the_run_or_is_left_out(model, tmp_path):
+    batch_rows = rows(model)
+    good = weights(model)
+    with torch.no_grad():
+        model.tok_embeddings.weight[5] = math.nan
+    poisoned = weights(model)
+
+    def unchanged():
+        now = weights(model)
+        return all(torch.equal(now[n].nan_to_num(9), poisoned[n].nan_to_num(9)) for n in good)
+
+    with pytest.raises(FloatingPointError, match="not finite"):
+        take(update(model), batch_rows, tmp_path)
+    assert unchanged()
+    assert (tmp_path / "dump.pt").exists()
+    lines = []
+    skipping = update(model, guards=Guards(non_finite="skip", max_skips=1, say=lines.append))
+    metrics, _ = take(skipping, batch_rows, tmp_path)
+    assert metrics["guard/skipped"] == 1.0
+    assert math.isnan(metrics["loss/total"])
+    assert unchanged()
+    assert "loss/total" in lines[0]
+    with pytest.raises(GuardStop, match="max_skips"):
+        take(skipping, batch_rows, tmp_path)
+    assert unchanged()
+    with torch.no_grad():
+        model.tok_embeddings.weight.copy_(good["tok_embeddings.weight"])
+    model.zero_grad()
+    fresh = update(model, guards=Guards(non_finite="skip"))
+    metrics, _ = take(fresh, batch_rows, tmp_path)
+    assert metrics["guard/skipped"] == 0.0
+    assert not same(good, weights(model))
+
+
+def test_a_skipped_update_leaves_weights_and_gradients_clean(model, tmp_path):
+    good, lines = weights(model), []
+    limit = MismatchLimit(above=1e-9, action="skip")
+    metrics, _ = take(
+        update(model, guards=Guards(mismatch=limit, say=lines.append)), rows(model), tmp_path
+    )
+    assert metrics["guard/skipped"] == 1.0
+    assert same(good, weights(model))
+    assert all(p.grad is None for p in model.parameters())
+    assert len(lines) == 1
+    stop = MismatchLimit(above=1e-9, action="stop")
+    stopping = update(model, guards=Guards(mismatch=stop))
+    with pytest.raises(GuardStop, match="mismatch/kl"):
+        take(stopping, rows(model), tmp_path)
+    assert same(good, weights(model))

@@ -53,16 +53,40 @@ def test_gradients_that_are_there_stay(layer):
 
 def test_only_trainable_parameters_are_kept(layer):
     layer.weight.requires_grad_(False)
-    assert ReferencePolicy(layer).full_state().keys() == {"bias"}
+    assert ReferencePolicy(layer).tensors().keys() == {"bias"}
 
 
 def test_a_resumed_run_has_the_first_runs_reference(layer):
-    state = {name: w.clone() for name, w in ReferencePolicy(layer).full_state().items()}
+    saved = {name: w.clone() for name, w in ReferencePolicy(layer).tensors().items()}
     first = layer.weight.detach().clone()
     move(layer)
     reference = ReferencePolicy(layer)  # as a resumed run makes it, of the wrong weights
-    reference.load_full_state(state)
+    for name, tensor in reference.tensors().items():
+        tensor.copy_(saved[name])  # as a checkpoint is read
     with reference.swapped_in():
         assert torch.equal(layer.weight, first)
-    with pytest.raises(ValueError, match=r"the checkpoint's tensors are others: \['bias'\]"):
-        reference.load_full_state({"weight": first})
+
+
+def test_it_is_reset_when_a_period_ends(layer):
+    reference = ReferencePolicy(layer, reset_every=3)
+    first = layer.weight.detach().clone()
+    for step in (1, 2, 3, 4):
+        move(layer)
+        reference.reset_if_due(step)
+        with reference.swapped_in():
+            # the reset after step 3 took the weights after 3 moves
+            assert torch.equal(layer.weight, first if step < 3 else first + 1.0 + 1.0 + 1.0)
+    never = ReferencePolicy(layer)
+    move(layer)
+    never.reset_if_due(3)
+    with never.swapped_in():
+        assert not torch.equal(layer.weight, first + 5.0)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_its_weights_are_its_own(layer, offload):
+    """A snapshot that shares memory with the policy would follow it."""
+    reference = ReferencePolicy(layer, offload=offload)
+    assert {t.device.type for t in reference.tensors().values()} == {"cpu"}
+    addresses = {p.data_ptr() for p in layer.parameters()}
+    assert not addresses & {t.data_ptr() for t in reference.tensors().values()}

@@ -1,0 +1,105 @@
+"""SIGKILL at random moments of a run through the real command, again and again until it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.recipes.runs import Tune, assert_no_orphans, kill_group, training
+
+MOMENTS = ("saving", "pruning", "training")
+
+
+def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, **keys) -> list[str]:
+    """Start a run, kill it, resume it; after the last kill it runs to its end.
+
+    Args:
+        tune: the command.
+        output_dir: of the run.
+        num_kills: how often.
+        seed: of the moments.
+        keys: overrides; ``launcher`` for several ranks.
+
+    Returns:
+        What was going on at each kill, and where the run went on after it.
+    """
+    rng = random.Random(seed)
+    keys = {"model_dir": tune.model_dir, "output_dir": output_dir, **keys}
+    told = []
+    for number in range(num_kills):
+        resume = {"resume": "true"} if output_dir.exists() else {}
+        process = tune.start(*training(**keys, **resume))
+        try:
+            moment = MOMENTS[number % len(MOMENTS)]
+            delay_s = rng.uniform(0, {"saving": 0.03, "pruning": 0.02, "training": 2.0}[moment])
+            _wait_until(moment, output_dir, process)
+            time.sleep(delay_s)
+            if process.poll() is not None:
+                out, err = process.communicate()
+                assert process.returncode == 0, out + err
+                return [*told, "done before the next kill"]
+            # A launcher gives each rank a session of its own.
+            ranks = ranks_of(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+            out, err = process.communicate(timeout=120)
+            assert process.returncode != 0, out + err
+            for leader in (process.pid, *ranks):
+                assert_no_orphans(SimpleNamespace(pid=leader), timeout_s=60)
+        finally:
+            kill_group(process)
+        there = sorted(p.name for p in output_dir.glob("step_*"))
+        told.append(f"{moment} + {delay_s * 1000:.0f} ms: {' '.join(there)}")
+    done = tune.train(resume="true", **keys)
+    lines = done.stdout.splitlines()
+    return [
+        *told,
+        *(line for line in lines if line.startswith(("resuming", "no whole checkpoint"))),
+    ]
+
+
+def _wait_until(moment: str, output_dir: Path, process) -> None:
+    """Wait for a checkpoint being written, one that was just renamed, or a step just logged."""
+    before = _state(moment, output_dir)
+    deadline = time.monotonic() + 240
+    while process.poll() is None:
+        now = _state(moment, output_dir)
+        if now - before:
+            return
+        before = now
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.0005)
+
+
+def _state(moment: str, output_dir: Path) -> set[str]:
+    if moment == "saving":
+        return {p.name for p in output_dir.glob("step_*.tmp*")}
+    if moment == "pruning":
+        return {p.name for p in output_dir.glob("step_*") if p.suffix == ""}
+    log = output_dir / "metrics.jsonl"
+    # The log is made anew when a run is resumed, so its size alone says nothing.
+    return {str(log.read_bytes().count(b"\n"))} if log.exists() else set()
+
+
+def ranks_of(session: int) -> list[int]:
+    """Process ids of the ranks: they know their rank, and are no workers of one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            parent = int(fields[1])
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if parent == session and any(v.startswith(b"LOCAL_RANK=") for v in environment):
+            found.append(int(entry.name))
+    return found

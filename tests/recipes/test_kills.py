@@ -1,0 +1,114 @@
+"""Twenty kills at seeded random moments of training and saving, and the result of a run without."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.training import checkpoint
+from tests.recipes.kills import ranks_of, run_with_kills
+from tests.recipes.runs import (
+    assert_no_orphans,
+    kill_group,
+    played,
+    rows,
+    steps,
+    training,
+    wait_for,
+    without_timings,
+)
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+NUM_KILLS, NUM_KILLS_OF_TWO = 20, 8
+KEYS = {
+    "num_steps": 24,
+    "save_every": 1,
+    "eval": "null",
+    "warm_start__num_steps": 0,
+    "checkpoints__keep_best": "{metric: reward/mean}",
+    "checkpoints__exports": "kept",
+}
+TWO = {"launcher": ("--nproc_per_node", "2")}
+
+
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_one_rank_ends_with_every_bit_the_same(tune, tmp_path, in_background):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    tune.train(straight, **KEYS)
+    told = run_with_kills(
+        tune,
+        killed,
+        num_kills=NUM_KILLS,
+        seed=7,
+        checkpoints__in_background=in_background,
+        **KEYS,
+    )
+    print("\n".join(told))
+    assert len(told) == NUM_KILLS + 1, told
+    left, right = rows(straight), rows(killed)
+    assert sum(row["pack/trained_tokens"] > 0 for row in left) > 5  # there is something to repeat
+    assert [row["step"] for row in left] == [row["step"] for row in right]
+    for a, b in zip(left, right, strict=True):
+        assert without_timings(a) == without_timings(b)
+    assert played(straight) == played(killed)
+    last = f"step_{KEYS['num_steps']}"
+    assert checkpoint.last_whole(killed).name == last
+    for file in (straight / last).rglob("*.*"):
+        if file.is_file() and "shard" not in file.name:  # tensors are compared below
+            assert (
+                file.read_bytes()
+                == (killed / last / file.relative_to(straight / last)).read_bytes()
+            )
+    left, right = (checkpoint.load(run / last) for run in (straight, killed))
+    for part in ("weights", "optimizer", "reference"):
+        a, b = getattr(left, part), getattr(right, part)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a), part
+    whole = {p.name for p in straight.glob("step_*")}
+    assert {p.name for p in killed.glob("step_*")} == whole  # the best, the last, and no leftovers
+
+
+def test_two_ranks_end_with_equal_losses(tune, tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    keys = {**KEYS, **TWO, "num_steps": 12}
+    tune.train(straight, **keys)
+    told = run_with_kills(tune, killed, num_kills=NUM_KILLS_OF_TWO, seed=8, **keys)
+    print("\n".join(told))
+    assert len(told) == NUM_KILLS_OF_TWO + 1, told
+    left, right = rows(straight), rows(killed)
+    assert [row["step"] for row in left] == [row["step"] for row in right]
+    for a, b in zip(left, right, strict=True):
+        for name in ("loss/total", "reward/mean", "train/grad_norm"):
+            assert a.get(name) == pytest.approx(b.get(name), rel=1e-5, abs=1e-8), (a["step"], name)
+    last = f"step_{keys['num_steps']}"
+    expected, found = (load_file(run / last / "model.safetensors") for run in (straight, killed))
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() < 1e-5, name
+
+
+def test_a_killed_rank_ends_the_run_with_its_last_checkpoint_whole(tune, tmp_path):
+    """One of two ranks is killed: the launcher ends the other, nothing is left running."""
+    run = tmp_path / "run"
+    keys = {**KEYS, **TWO, "num_steps": 6, "model_dir": tune.model_dir, "output_dir": run}
+    process = tune.start(*training(**keys))
+    try:
+        wait_for(lambda: 3 in steps(run), process)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        process.communicate(timeout=120)
+        for leader in (process.pid, *ranks):
+            assert_no_orphans(SimpleNamespace(pid=leader), timeout_s=60)
+    finally:
+        kill_group(process)
+    assert process.returncode not in (0, None)
+    last = checkpoint.last_whole(run).name
+    assert int(last.removeprefix("step_")) >= 2  # of step 3, perhaps even that of a later one
+    done = tune.train(resume="true", **keys)
+    assert f"resuming from {last}" in done.stdout
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert len(checkpoint.load(run / "step_6").state["rng"]) == 2

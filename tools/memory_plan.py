@@ -1,0 +1,198 @@
+"""How much memory the updates of a config take, before the run.
+
+    python tools/memory_plan.py --config configs/retail.yaml [key=value ...] [--json]
+    python tools/memory_plan.py --config configs/retail.yaml --measure
+    python tools/memory_plan.py --gpt-oss
+
+The model's first layers are built and take a step, with two and with four layers; what they hold
+and allocate grows by the same for every further layer. The row is as long as ``tokens_per_batch``
+and the engine's cache is full: a bound for the run. ``--measure`` makes the whole model take two
+steps and prints its peak beside the prediction. ``--gpt-oss`` prints tables for LoRA on gpt-oss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from components.models.hf_config import read_raw
+from components.models.paths import model_dir
+from components.training.component import ConfigError, build
+from components.training.config import as_dict, load_config
+from tools.memory_probe import DTYPES, Setting, Update, head_chunk, measure, slice_directory
+
+HELD = ("weights", "masters", "optimizer", "reference", "engine_copy", "kv_cache")
+TRAINED_SHARE = 4
+"""One token in so many is trained: rollouts are mostly prompt and what tools answer."""
+GIB = 2**30
+
+
+def setting_of(cfg: Mapping[str, Any]) -> Setting:
+    """What of a grpo_agentic config decides about memory."""
+    plain = as_dict(cfg)
+    tokens = plain["tokens_per_batch"]
+    return Setting(
+        model=plain["model"],
+        dtype=DTYPES[plain["dtype"]],
+        optimizer=plain["optimizer"],
+        beta=float(plain["loss"].get("beta", 0.0)),
+        tokens=tokens,
+        trained=max(1, tokens // TRAINED_SHARE),
+        chunk=plain["logprob_chunk"],
+        max_grad_norm=plain["max_grad_norm"],
+        num_workers=plain["rollout"]["num_workers"],
+        max_tokens=plain["rollout"]["max_tokens"],
+    )
+
+
+def predict(setting: Setting, source: Path) -> dict[str, int]:
+    """Bytes of every component, and of the peak, extrapolated from the model's first layers.
+
+    Args:
+        setting: of the run.
+        source: the model's directory.
+
+    Returns:
+        What :func:`memory_probe.measure` says of the whole model, with ``head_chunk`` (a part of
+        ``row``), ``process`` (Python and its libraries) and ``peak``.
+    """
+    raw = read_raw(source)
+    num_layers = raw["num_hidden_layers"]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        first = slice_directory(source, Path(folder) / "first", num_layers=1)
+        process = process_bytes(setting, first)
+        sizes = (2, 4) if num_layers > 4 else (num_layers,)
+        for size in sizes:
+            part = slice_directory(source, Path(folder) / str(size), num_layers=size)
+            found.append(measure(Update(partial(build, setting.model, str(part)), setting)))
+    plan = found[-1]
+    if len(found) == 2:
+        few, more = found
+        plan = {name: few[name] + (more[name] - few[name]) * (num_layers - 2) // 2 for name in few}
+    plan["head_chunk"] = head_chunk(raw["vocab_size"], setting)
+    plan["process"] = process
+    plan["peak"] = process + sum(plan[name] for name in HELD) + max(plan["row"], plan["step"])
+    return plan
+
+
+def process_bytes(setting: Setting, directory: Path) -> int:
+    """Resident memory of Python and its libraries once they have taken a step.
+
+    What they load and set up at a first step is a good part of it, so one is taken, of one layer
+    and a few tokens, and given back.
+    """
+    few = replace(setting, tokens=16, trained=8, num_workers=1, max_tokens=16)
+    update = Update(partial(build, setting.model, str(directory)), few)
+    update.forward_backward()
+    update.optimizer_step()
+    del update
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+    return resident_bytes("VmRSS")
+
+
+def run_whole(setting: Setting, source: Path) -> int:
+    """Peak of this process after two steps of the whole model, in bytes."""
+    update = Update(partial(build, setting.model, str(source)), setting)
+    for _ in range(2):
+        update.forward_backward()
+        update.optimizer_step()
+    return resident_bytes("VmHWM")
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS (now) or VmHWM (at most so far) of this process.
+
+    Raises:
+        ValueError: on a system without /proc.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        raise ValueError(f"{field} is read from /proc, which is Linux's")
+    for line in status.read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def table(plan: Mapping[str, int]) -> str:
+    """The components of a plan, one a line."""
+    notes = {
+        "row": "activations of a row, gradients as they come",
+        "step": "all gradients and what the optimizer needs beside them",
+        "gradients": "part of both below",
+        "head_chunk": "part of row",
+        "peak": "process, what is held, and the larger of row and step",
+    }
+    order = ("process", *HELD, "gradients", "head_chunk", "row", "step", "peak")
+    return "\n".join(
+        f"{name:<12}{plan[name] / GIB:9.3f} GiB  {notes.get(name, '')}".rstrip() for name in order
+    )
+
+
+def measured_in_a_process(arguments: argparse.Namespace) -> int:
+    """The peak of a process that only runs the whole model."""
+    command = [sys.executable, __file__, "--config", arguments.config, "--whole"]
+    done = subprocess.run(
+        [*command, *arguments.overrides], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ValueError(f"the measured run failed:\n{done.stderr[-2000:]}")
+    return int(done.stdout.splitlines()[-1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--config", help="a config of grpo_agentic, or the name of a shipped one")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--json", action="store_true", help="bytes, as one JSON object")
+    parser.add_argument("--measure", action="store_true", help="and two steps of the whole model")
+    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gpt-oss", action="store_true", help="tables for gpt-oss-20b and 120b")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.gpt_oss:
+            from tools.memory_gpt_oss import plans, tables
+
+            found = plans()
+            print(json.dumps(found) if arguments.json else tables(found))
+            return 0
+        if arguments.config is None:
+            parser.error("--config or --gpt-oss is needed")
+        cfg = load_config(arguments.config, arguments.overrides)
+        setting, source = setting_of(cfg), model_dir(cfg.model_dir)
+        if arguments.whole:
+            print(run_whole(setting, source))
+            return 0
+        plan = predict(setting, source)
+        if arguments.measure:
+            plan["measured"] = measured_in_a_process(arguments)
+    except (ConfigError, FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(plan))
+        return 0
+    print(table(plan))
+    if "measured" in plan:
+        off = plan["peak"] / plan["measured"] - 1
+        print(f"{'measured':<12}{plan['measured'] / GIB:9.3f} GiB  the plan is {off:+.1%} off")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
