@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 resume = $(if $(wildcard runs/$(1)/run.json), resume=true)
 
 .PHONY: setup vllm model retail mock
-.PHONY: test test-slow test-compile test-tau2 test-vllm-user lint format clean
+.PHONY: test test-slow test-compile test-tau2 test-vllm test-vllm-user lint format clean
 
 setup: $(VENV)/.done
 
@@ -58,6 +58,10 @@ test-compile: model
 # Every task of every domain of tau2-bench against its own Orchestrator and evaluator: 40 minutes.
 test-tau2: setup
 	$(BIN)/python -m pytest tests/parity tests/unit/envs -m tau2
+
+# SmolLM2 behind a real vLLM server is the policy: three steps of mock, and weights that do not arrive.
+test-vllm: model vllm
+	VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm/test_engine.py -m vllm
 
 # SmolLM2 behind a real vLLM server plays the user of tau2-bench.
 test-vllm-user: model vllm

@@ -56,15 +56,17 @@ class WeightProbe:
         model: the trainer's, or the copy that the engine's weights are taken from.
         bound: most mean |engine - trainer|, in nats per token.
         seed: of the sequences.
+        hint: what may be the matter where an engine serves other weights.
 
     Raises:
         ValueError: a bound that is not above 0.
     """
 
-    def __init__(self, model: PolicyModel, *, bound: float, seed: int = 0) -> None:
+    def __init__(self, model: PolicyModel, *, bound: float, seed: int = 0, hint: str = "") -> None:
         if not bound > 0:
             raise ValueError(f"probe_bound must be above 0, not {bound}")
         self.bound = bound
+        self._hint = f". {hint}" if hint else ""
         self.sequences = probe_sequences(model, seed=seed)
         self._model = model
         self._trainer: Tensor | None = None
@@ -98,7 +100,7 @@ class WeightProbe:
             raise EngineError(
                 f"{name} does not serve the trainer's weights: its log-probabilities of the probe "
                 f"differ by {gap.mean():.3g} nats per token, at most {gap.max():.3g}; "
-                f"probe_bound is {self.bound:g}"
+                f"probe_bound is {self.bound:g}{self._hint}"
             )
         change = trainer_change = torch.zeros_like(engine)
         if name in self._engine_before:

@@ -34,7 +34,7 @@ from components.policy.vllm_server import (
     Unavailable,
     VLLMServer,
 )
-from components.policy.vllm_weights import WeightFiles, what_to_send
+from components.policy.vllm_weights import HINTS, WeightFiles, what_to_send
 from components.rollout.types import SampleFailure, SampleRequest, SampleResult
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class VLLMEngine:
             self._lora_rank = max(module.rank for module in adapters(model).values())
         try:
             agree(lambda: self._loop.wait(all_of(map(self._check, self._servers))))
-            self._probe = WeightProbe(model, bound=probe_bound)
+            self._probe = WeightProbe(model, bound=probe_bound, hint=HINTS[kind])
             name = f"{self._run_name}-{rank}"
             self._files = WeightFiles(model, sync_dir=sync_dir, weights=kind, name=name)
             self.sync(policy_version)

@@ -13,6 +13,13 @@ from components.models.lora import adapters
 
 Weights = Literal["adapter", "full"]
 
+HINTS: dict[Weights, str] = {
+    "adapter": "An adapter is added to the server's own base model: start it with model_dir, and "
+    "anew if another run has sent it full weights",
+    "full": "",
+}
+"""What may be the matter where a server has loaded them and serves others."""
+
 
 def what_to_send(model: PolicyModel, weights: str) -> Weights:
     """What is sent to the servers after each step.
