@@ -121,6 +121,6 @@ def _client(api_key_env: str | None) -> httpx.AsyncClient:
 
 
 def _close(loop: asyncio.AbstractEventLoop, client: httpx.AsyncClient) -> None:
-    if not loop.is_closed() and not loop.is_running():
+    if asyncio._get_running_loop() is None:  # called from wherever garbage is collected
         loop.run_until_complete(client.aclose())
         loop.close()

@@ -114,11 +114,12 @@ class VLLMServer:
             kwargs = {"weights_path": str(directory)}
             body = {"method": "reload_weights", "kwargs": kwargs}
             await self.call("POST", "/collective_rpc", body)
-        await self.call("POST", "/update_weight_version", {"new_version": label})
         # Running requests, which would keep it from that, are none of ours any more.
         answer = await self.call("POST", "/reset_prefix_cache?reset_running_requests=true")
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise Unavailable(f"{self.address}: its prefix cache was not reset: {answer}")
+        # Last: what carries the name has seen nothing of other weights.
+        await self.call("POST", "/update_weight_version", {"new_version": label})
 
     def adopt(self, weights: Weights, label: str) -> None:
         """Take over what another process has loaded and proved."""

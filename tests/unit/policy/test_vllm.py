@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import threading
@@ -266,11 +265,12 @@ def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_slow_server_costs_its_deadline_once(directory, server):
-    engine = make(full_model(directory), server, timeout_s=0.6)
-    server.faults[GENERATE] = [slow(3.0)] * 4
+    engine = make(full_model(directory), server)
+    engine._timeout_s = 0.6  # of turns: the start may take longer on a busy machine
+    server.faults[GENERATE] = [slow(20.0)] * 4
     begin = time.monotonic()
     turns = engine.generate([request(f"r{i}") for i in range(4)])
-    assert time.monotonic() - begin < 2.5
+    assert time.monotonic() - begin < 10
     assert all(isinstance(turn, SampleFailure) for turn in turns)
     assert "timeout_s=0.6" in turns[0].error  # type: ignore[union-attr]
 
@@ -319,8 +319,9 @@ def test_requests_are_checked_before_anything_is_sent(directory, server):
 
 def test_ctrl_c_ends_what_is_under_way(directory, server):
     engine = make(full_model(directory), server, timeout_s=60.0)
-    server.faults[GENERATE] = [slow(30.0)]
-    timer = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
+    server.faults[GENERATE] = [slow(20.0)]
+    ident = threading.main_thread().ident
+    timer = threading.Timer(0.5, lambda: signal.pthread_kill(ident, signal.SIGINT))
     begin = time.monotonic()
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -471,9 +472,9 @@ def _noise(directory: Path) -> None:
 
 def test_nobody_there_and_not_vllm(directory, server):
     model = full_model(directory)
-    with contextlib.closing(FakeVLLM(directory)) as gone:
-        address = gone.address
-        gone.server_close()
+    gone = FakeVLLM(directory)
+    address = gone.address
+    gone.server_close()
     match = f"no vLLM server answers there: {re.escape(address)}"
     refuses(model, server, match, addresses=[address])
     server.faults["/v1/models"] = [text('{"object": "list"}')]

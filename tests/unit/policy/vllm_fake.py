@@ -146,6 +146,7 @@ class FakeVLLM(ThreadingHTTPServer):
 
     @torch.no_grad()
     def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        version = self.version  # before the weights: never a name newer than they are
         model = self.models.get(body["model"])
         if model is None:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
@@ -177,7 +178,7 @@ class FakeVLLM(ThreadingHTTPServer):
             "finish_reason": reason,
             "token_ids": out,
             "logprobs": {"content": logprobs} if "logprobs" in params else None,
-            "weight_versions": [{"version": self.version, "start": 0, "end": len(out)}],
+            "weight_versions": [{"version": version, "start": 0, "end": len(out)}],
         }
         self.cached = True
         return 200, {"choices": [self.change(choice)], "prompt_logprobs": prompt_logprobs}
