@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.recipes.runs import Tune, assert_no_orphans, kill_group, training
+from tests.recipes.runs import Tune, assert_no_orphans, kill_group, ranks_of, training
 
 MOMENTS = ("saving", "pruning", "training")
 
@@ -86,20 +86,3 @@ def _state(moment: str, output_dir: Path) -> set[str]:
     log = output_dir / "metrics.jsonl"
     # The log is made anew when a run is resumed, so its size alone says nothing.
     return {str(log.read_bytes().count(b"\n"))} if log.exists() else set()
-
-
-def ranks_of(session: int) -> list[int]:
-    """Process ids of the ranks: they know their rank, and are no workers of one."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            parent = int(fields[1])
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if parent == session and any(v.startswith(b"LOCAL_RANK=") for v in environment):
-            found.append(int(entry.name))
-    return found

@@ -106,10 +106,31 @@ class Tune:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """SIGKILL to the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """SIGKILL to the process and all that it started.
+
+    A launcher gives each rank a session of its own; a rank that waits for another in a collective
+    would stay behind for as long as that takes to time out.
+    """
+    for group in (process.pid, *ranks_of(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     process.wait()
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks: they know their rank, and are no workers of one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if int(fields[1]) == launcher and any(v.startswith(b"LOCAL_RANK=") for v in environment):
+            found.append(int(entry.name))
+    return found
 
 
 def wait_for(condition, process: subprocess.Popen, *, timeout_s: float = 240) -> None:

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from components.training import checkpoint
-from tests.recipes.kills import ranks_of, run_with_kills
+from tests.recipes.kills import run_with_kills
 from tests.recipes.runs import (
     assert_no_orphans,
     kill_group,
     played,
+    ranks_of,
     rows,
     steps,
     training,
@@ -80,7 +81,9 @@ def test_one_rank_ends_with_every_bit_the_same(
         # safetensors writes a shard's header in no fixed order and the manifest has its hash: the
         # tensors are compared below.
         if "shard" not in name and not name.endswith("manifest.json"):
-            assert (straight / last / name).read_bytes() == (killed / last / name).read_bytes(), name
+            assert (straight / last / name).read_bytes() == (killed / last / name).read_bytes(), (
+                name
+            )
     left, right = (checkpoint.load(run / last) for run in (straight, killed))
     assert left.state["rng"] == right.state["rng"]
     for part in ("weights", "optimizer", "reference"):
