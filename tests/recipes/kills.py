@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.recipes.runs import Tune, assert_no_orphans, kill_group, ranks_of, training
+from tests.recipes.runs import Tune, assert_no_orphans, kill_group, ranks_of, rows, steps, training
 
 MOMENTS = ("saving", "pruning", "training")
 
@@ -36,8 +36,9 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
         process = tune.start(*training(**keys, **resume))
         try:
             moment = MOMENTS[number % len(MOMENTS)]
-            delay_s = rng.uniform(0, {"saving": 0.03, "pruning": 0.02, "training": 2.0}[moment])
+            fraction = rng.random()
             _wait_until(moment, output_dir, process)
+            delay_s = fraction * _longest_s(moment, output_dir)
             time.sleep(delay_s)
             if process.poll() is not None:
                 out, err = process.communicate()
@@ -78,11 +79,16 @@ def _wait_until(moment: str, output_dir: Path, process) -> None:
         time.sleep(0.0005)
 
 
+def _longest_s(moment: str, output_dir: Path) -> float:
+    """From the moment on, about what a save takes, or a step."""
+    if moment == "training":
+        return rows(output_dir)[-1]["time/step_s"]
+    return {"saving": 0.03, "pruning": 0.02}[moment]
+
+
 def _state(moment: str, output_dir: Path) -> set[str]:
     if moment == "saving":
         return {p.name for p in output_dir.glob("step_*.tmp*")}
     if moment == "pruning":
         return {p.name for p in output_dir.glob("step_*") if p.suffix == ""}
-    log = output_dir / "metrics.jsonl"
-    # The log is made anew when a run is resumed, so its size alone says nothing.
-    return {str(log.read_bytes().count(b"\n"))} if log.exists() else set()
+    return {str(step) for step in steps(output_dir)}

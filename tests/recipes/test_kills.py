@@ -26,12 +26,13 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 NUM_KILLS = {"one rank": 12, "in background": 4, "two ranks": 4}
 KEYS = {
-    "num_steps": 20,
+    "num_steps": 16,  # a kill lets at most one further step be saved
     "save_every": 1,
     "eval": "null",
     "warm_start__num_steps": 0,
     "checkpoints__keep_best": "{metric: reward/mean}",
     "checkpoints__exports": "kept",
+    "loss": "tests.recipes.drawing.DrawingLoss",
 }
 TWO = {"launcher": ("--nproc_per_node", "2")}
 
