@@ -37,8 +37,9 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
         try:
             moment = MOMENTS[number % len(MOMENTS)]
             fraction = rng.random()
-            _wait_until(moment, output_dir, process)
-            delay_s = fraction * _longest_s(moment, output_dir)
+            delay_s = 0.0
+            if _wait_until(moment, output_dir, process):
+                delay_s = fraction * _longest_s(moment, output_dir)
             time.sleep(delay_s)
             if process.poll() is not None:
                 out, err = process.communicate()
@@ -66,17 +67,22 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
     ]
 
 
-def _wait_until(moment: str, output_dir: Path, process) -> None:
-    """Wait for a checkpoint being written, one that was just renamed, or a step just logged."""
+def _wait_until(moment: str, output_dir: Path, process) -> bool:
+    """Wait for a checkpoint being written, one that was just renamed, or a step just logged.
+
+    Returns:
+        Whether that was seen; False: the run has ended.
+    """
     before = _state(moment, output_dir)
     deadline = time.monotonic() + 240
     while process.poll() is None:
         now = _state(moment, output_dir)
         if now - before:
-            return
+            return True
         before = now
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.0005)
+    return False
 
 
 def _longest_s(moment: str, output_dir: Path) -> float:

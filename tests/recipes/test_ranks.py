@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from components.training import checkpoint
+from tests.recipes import tiny_model
 from tests.recipes.runs import played, rows, steps
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -22,11 +23,17 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def one_and_two(tune, tmp_path_factory):
-    """The same run on one rank and on two: four groups a step, two on each of two ranks."""
+    """The same run on one rank and on two: four groups a step, two on each of two ranks.
+
+    Batches of other sizes round otherwise. With 49152 tokens of nearly equal probability, one drawn
+    token in a hundred is then another; at a low temperature the distribution is sharp, and none is.
+    """
     here = tmp_path_factory.mktemp("ranks")
+    sharp = tiny_model.write(here / "sharp", tune.model_dir, end_factor=1.5)
     # AdamW's first steps are about lr times the sign of a gradient. With this eps a gradient that
     # is rounding alone (1e-8) does not move a weight by as much as one of 1.
     keys = {**SHORT, "tasks_per_step": 4, "optimizer__eps": 1e-5}
+    keys |= {"model_dir": sharp, "rollout__temperature": 0.1}
     tune.train(here / "one", **keys)
     tune.train(here / "two", **keys, **TWO)
     return here / "one", here / "two"
