@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.recipes.runs import Tune, assert_no_orphans, kill_group, ranks_of, rows, steps, training
+from tests.recipes.runs import (
+    TIMEOUT_S,
+    Tune,
+    assert_no_orphans,
+    kill_group,
+    ranks_of,
+    rows,
+    steps,
+    training,
+)
 
 MOMENTS = ("saving", "pruning", "training")
 
@@ -51,7 +60,7 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode != 0, out + err
             for leader in (process.pid, *ranks):
                 assert_no_orphans(SimpleNamespace(pid=leader), timeout_s=60)
@@ -74,7 +83,7 @@ def _wait_until(moment: str, output_dir: Path, process) -> bool:
         Whether that was seen; False: the run has ended.
     """
     before = _state(moment, output_dir)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None:
         now = _state(moment, output_dir)
         if now - before:

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 900.0
+"""Of whatever should end: far beyond what a loaded machine needs, for a hang has no end."""
 
 TINY = {
     "device": "cpu",
@@ -91,7 +93,7 @@ class Tune:
         """Run it to its end; the exit code must be ``code``. ``how``: see ``start``."""
         process = self.start(*args, **how)
         try:
-            out, err = process.communicate(timeout=300)
+            out, err = process.communicate(timeout=TIMEOUT_S)
         except BaseException:
             kill_group(process)
             raise
@@ -133,7 +135,7 @@ def ranks_of(launcher: int) -> list[int]:
     return found
 
 
-def wait_for(condition, process: subprocess.Popen, *, timeout_s: float = 240) -> None:
+def wait_for(condition, process: subprocess.Popen, *, timeout_s: float = TIMEOUT_S) -> None:
     """Poll until it holds; the process must not end before."""
     deadline = time.monotonic() + timeout_s
     while not condition():

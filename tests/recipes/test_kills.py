@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from components.training import checkpoint
 from tests.recipes.kills import run_with_kills
 from tests.recipes.runs import (
+    TIMEOUT_S,
     assert_no_orphans,
     kill_group,
     played,
@@ -123,7 +124,7 @@ def test_a_killed_rank_ends_the_run_with_its_last_checkpoint_whole(tune, tmp_pat
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
-        process.communicate(timeout=120)
+        process.communicate(timeout=TIMEOUT_S)
         for leader in (process.pid, *ranks):
             assert_no_orphans(SimpleNamespace(pid=leader), timeout_s=60)
     finally:
