@@ -44,7 +44,7 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
         resume = {"resume": "true"} if output_dir.exists() else {}
         process = tune.start(*training(**keys, **resume))
         try:
-            moment = MOMENTS[number % len(MOMENTS)]
+            moment = MOMENTS[(number + seed) % len(MOMENTS)]  # each is among any three
             fraction = rng.random()
             delay_s = 0.0
             if _wait_until(moment, output_dir, process):

@@ -25,9 +25,9 @@ from tests.recipes.runs import (
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-NUM_KILLS = {"one rank": 12, "in background": 4, "two ranks": 4}
+NUM_KILLS = 4  # of each of five runs
 KEYS = {
-    "num_steps": 16,  # a kill lets at most one further step be saved
+    "num_steps": 6,  # a kill lets at most one further step be saved
     "save_every": 1,
     "eval": "null",
     "warm_start__num_steps": 0,
@@ -47,25 +47,22 @@ def straight(tune, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("in_background", "num_kills", "seed"),
-    [("false", NUM_KILLS["one rank"], 7), ("true", NUM_KILLS["in background"], 9)],
+    ("in_background", "seed"), [("false", 0), ("false", 1), ("false", 2), ("true", 3)]
 )
-def test_one_rank_ends_with_every_bit_the_same(
-    tune, straight, tmp_path, in_background, num_kills, seed
-):
+def test_one_rank_ends_with_every_bit_the_same(tune, straight, tmp_path, in_background, seed):
     killed = tmp_path / "killed"
     told = run_with_kills(
         tune,
         killed,
-        num_kills=num_kills,
+        num_kills=NUM_KILLS,
         seed=seed,
         checkpoints__in_background=in_background,
         **KEYS,
     )
     print("\n".join(told))
-    assert len(told) == num_kills + 1, told
+    assert len(told) == NUM_KILLS + 1, told
     left, right = rows(straight), rows(killed)
-    assert sum(row["pack/trained_tokens"] > 0 for row in left) > 5  # there is something to repeat
+    assert sum(row["pack/trained_tokens"] > 0 for row in left) > 3  # there is something to repeat
     assert [row["step"] for row in left] == [row["step"] for row in right]
     for a, b in zip(left, right, strict=True):
         assert without_timings(a) == without_timings(b)
@@ -98,11 +95,11 @@ def test_one_rank_ends_with_every_bit_the_same(
 
 def test_two_ranks_end_with_equal_losses(tune, tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    keys = {**KEYS, **TWO, "num_steps": 8}
+    keys = {**KEYS, **TWO}
     tune.train(straight, **keys)
-    told = run_with_kills(tune, killed, num_kills=NUM_KILLS["two ranks"], seed=8, **keys)
+    told = run_with_kills(tune, killed, num_kills=NUM_KILLS, seed=8, **keys)
     print("\n".join(told))
-    assert len(told) == NUM_KILLS["two ranks"] + 1, told
+    assert len(told) == NUM_KILLS + 1, told
     left, right = rows(straight), rows(killed)
     assert [row["step"] for row in left] == [row["step"] for row in right]
     for a, b in zip(left, right, strict=True):
@@ -117,7 +114,7 @@ def test_two_ranks_end_with_equal_losses(tune, tmp_path):
 def test_a_killed_rank_ends_the_run_with_its_last_checkpoint_whole(tune, tmp_path):
     """One of two ranks is killed: the launcher ends the other, nothing is left running."""
     run = tmp_path / "run"
-    keys = {**KEYS, **TWO, "num_steps": 6, "model_dir": tune.model_dir, "output_dir": run}
+    keys = {**KEYS, **TWO, "model_dir": tune.model_dir, "output_dir": run}
     process = tune.start(*training(**keys))
     try:
         wait_for(lambda: 3 in steps(run), process)
