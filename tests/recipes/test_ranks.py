@@ -55,12 +55,15 @@ def test_one_and_two_ranks_play_the_same_rollouts(one_and_two):
         for left, right in zip(a["turns"], b["turns"], strict=True):
             assert left["ids"]
             logprobs = left.pop("logprobs"), right.pop("logprobs")
-            assert logprobs[0] == pytest.approx(logprobs[1], rel=1e-5, abs=1e-5)
+            assert logprobs[0] == pytest.approx(logprobs[1], rel=1e-5, abs=1e-4)
         assert a == b
 
 
 def test_one_and_two_ranks_take_the_same_steps(one_and_two):
-    """Losses, gradients and weights to a relative 1e-5: sums are made in another order."""
+    """Losses and gradients to a relative 1e-5, weights to 2e-6: sums are made in another order.
+
+    Two steps move the weights by about 4e-3.
+    """
     one, two = map(rows, one_and_two)
     assert [row["step"] for row in one] == [row["step"] for row in two] == [1, 2]
     for a, b in zip(one, two, strict=True):
@@ -73,7 +76,8 @@ def test_one_and_two_ranks_take_the_same_steps(one_and_two):
     one, two = (checkpoint.load(run / "step_2").weights for run in one_and_two)
     assert one.keys() == two.keys()
     for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-7, msg=name)
+        gap = torch.linalg.vector_norm(one[name] - two[name])
+        assert gap <= 2e-6 * torch.linalg.vector_norm(one[name]), name
 
 
 @pytest.mark.parametrize("broken", [0, 1])
