@@ -67,9 +67,8 @@ def assert_same_run(straight, killed):
         # safetensors writes a shard's header in no fixed order and the manifest has its hash: the
         # tensors are compared below.
         if "shard" not in name and not name.endswith("manifest.json"):
-            assert (straight / last / name).read_bytes() == (killed / last / name).read_bytes(), (
-                name
-            )
+            a, b = ((run / last / name).read_bytes() for run in (straight, killed))
+            assert a == b, name
     left, right = (checkpoint.load(run / last) for run in (straight, killed))
     assert left.state["rng"] == right.state["rng"]
     for part in ("weights", "optimizer", "reference"):
