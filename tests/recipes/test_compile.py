@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from components.training import checkpoint
+from tests.recipes import tiny_model
 from tests.recipes.runs import played, rows
 
 pytestmark = [pytest.mark.model, pytest.mark.compile]
@@ -12,13 +13,17 @@ pytestmark = [pytest.mark.model, pytest.mark.compile]
 def test_compiled_layers_take_the_same_steps(tune, tmp_path, monkeypatch):
     """Two steps in fp32: the same rollouts; losses, gradients, weights to a relative 1e-4.
 
-    Fused kernels round otherwise, and so does the sampler, whose layers these are.
+    Fused kernels round otherwise, and so does the sampler, whose layers these are: at a low
+    temperature the distribution is sharp, so that rounding does not choose another token.
     """
+    sharp = tiny_model.write(tmp_path / "sharp", tune.model_dir, end_factor=1.5)
     runs = {"false": tmp_path / "eager", "true": tmp_path / "compiled"}
     for compile, output_dir in runs.items():
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"kernels_{compile}"))
         tune.train(
             output_dir,
+            model_dir=sharp,
+            rollout__temperature=0.1,
             compile=compile,
             num_steps=2,
             save_every=2,
@@ -39,4 +44,5 @@ def test_compiled_layers_take_the_same_steps(tune, tmp_path, monkeypatch):
         assert [turn["ids"] for turn in a["turns"]] == [turn["ids"] for turn in b["turns"]]
     eager, compiled = (checkpoint.load(run / "step_2").weights for run in runs.values())
     for name in eager:
-        torch.testing.assert_close(eager[name], compiled[name], rtol=1e-4, atol=1e-6, msg=name)
+        gap = torch.linalg.vector_norm(eager[name] - compiled[name])
+        assert gap <= 1e-5 * torch.linalg.vector_norm(eager[name]), name
