@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import Literal
 
 from components.envs.base import Reward, Trajectory
 
@@ -35,19 +34,16 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneRank:
-    """``TextHash``, but what one rank plays ``"raises"`` or has ``"equal"`` rewards.
+class EqualOnRank:
+    """``TextHash``, but what one rank plays has equal rewards.
 
     Workers inherit the variable ``RANK`` that the launcher sets.
     """
 
     rank: int
-    what: Literal["raises", "equal"]
     levels: int = 4
 
     def __call__(self, trajectory: Trajectory) -> Reward:
-        if int(os.environ["RANK"]) != self.rank:
-            return TextHash(levels=self.levels)(trajectory)
-        if self.what == "raises":
-            raise RuntimeError(f"the checker of rank {self.rank} is broken")
-        return Constant(value=0.5)(trajectory)
+        if int(os.environ["RANK"]) == self.rank:
+            return Constant(value=0.0)(trajectory)  # as that of a rollout that is cut
+        return TextHash(levels=self.levels)(trajectory)

@@ -81,12 +81,13 @@ def test_one_and_two_ranks_take_the_same_steps(one_and_two):
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_rank_whose_rollouts_all_fail_does_not_hold_up_the_other(tune, tmp_path, broken):
+def test_a_rank_whose_rollouts_all_fail_does_not_hold_up_the_other(
+    tune, tmp_path, monkeypatch, broken
+):
+    monkeypatch.setenv("FAILS_ON_RANK", str(broken))
     tune.train(
         tmp_path / "run",
-        checker="tests.recipes.checkers.OneRank",
-        checker__rank=broken,
-        checker__what="raises",
+        env="tests.recipes.failing_env.FailingEnv",
         **SHORT,
         **TWO,
     )
@@ -100,7 +101,7 @@ def test_a_rank_whose_rollouts_all_fail_does_not_hold_up_the_other(tune, tmp_pat
         fails = record["spec"]["group"] % 2 == broken
         assert (record["status"] == "error_infra") == fails
         if fails:
-            assert f"the checker of rank {broken} is broken" in record["error"]
+            assert f"the environment of rank {broken} is broken" in record["error"]
             assert record["reward"] is None
     assert checkpoint.is_whole(tmp_path / "run/step_2")
 
@@ -109,9 +110,8 @@ def test_ranks_that_refill_and_update_unequally_end(tune, tmp_path):
     """Rank 1 never has anything to train, and what is drawn instead may all be for rank 0."""
     tune.train(
         tmp_path / "run",
-        checker="tests.recipes.checkers.OneRank",
+        checker="tests.recipes.checkers.EqualOnRank",
         checker__rank=1,
-        checker__what="equal",
         dynamic_sampling__max_refills=1,
         updates_per_batch=2,
         **SHORT | {"num_steps": 3},
