@@ -21,7 +21,7 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -65,12 +65,16 @@ def setting_of(cfg: Mapping[str, Any]) -> Setting:
     )
 
 
-def predict(setting: Setting, source: Path) -> dict[str, int]:
+def predict(
+    setting: Setting, source: Path, *, resident: Callable[[Setting, Path], int] | None = None
+) -> dict[str, int]:
     """Bytes of every component, and of the peak, extrapolated from the model's first layers.
 
     Args:
         setting: of the run.
         source: the model's directory.
+        resident: peak of a process that runs these updates of the model in that directory; None:
+            :func:`measured_in_a_process`.
 
     Returns:
         What :func:`memory_probe.measure` says of the whole model, with ``head_chunk`` (a part of
@@ -79,6 +83,7 @@ def predict(setting: Setting, source: Path) -> dict[str, int]:
     """
     raw = read_raw(source)
     num_layers = raw["num_hidden_layers"]
+    resident = resident or measured_in_a_process
     found = []
     with tempfile.TemporaryDirectory() as folder:
         first = slice_directory(source, Path(folder) / "first", num_layers=1)
@@ -87,9 +92,7 @@ def predict(setting: Setting, source: Path) -> dict[str, int]:
         for size in sizes:
             part = slice_directory(source, Path(folder) / str(size), num_layers=size)
             plan = measure(Update(partial(build, setting.model, str(part)), setting))
-            plan["allocator"] = (
-                measured_in_a_process(setting, part) - process - _peak_of_parts(plan)
-            )
+            plan["allocator"] = resident(setting, part) - process - _peak_of_parts(plan)
             found.append(plan)
     plan = found[-1]
     if len(found) == 2:
