@@ -19,9 +19,8 @@ SETTINGS = {
     "save_every": 1,
     "eval": "null",
     "warm_start__num_steps": 0,
-    "rollout__group_size": 2,
-    "rollout__max_turn_tokens": 16,
-    "rollout__max_turns": 2,
+    "checker__levels": 256,  # no two rewards are equal, so that every group is trained
+    "rollout__max_turns": 3,
 }
 LORA = {
     "model__lora_rank": 4,
