@@ -29,7 +29,12 @@ LORA = {
     "optimizer__lr": 1e-3,
 }
 SMOL = {"model": "components.models.smollm2.lora_smollm2", **LORA}
-GPT_OSS = {"model": "components.models.gpt_oss.lora_gpt_oss", "dtype": "bf16", **LORA}
+GPT_OSS = {
+    "model": "components.models.gpt_oss.lora_gpt_oss",
+    "dtype": "bf16",
+    **LORA,
+    "optimizer__lr": 1e-2,  # a smaller step would be lost in the rounding of what is exported
+}
 OPTIONS = {
     "quantize_base": SMOL | {"model__quantize_base": "true"},
     "packed": GPT_OSS | {"model__experts": "packed"},
