@@ -39,6 +39,9 @@ from components.rollout.types import SampleFailure, SampleRequest, SampleResult
 
 _log = logging.getLogger(__name__)
 
+COUNTS = ("engine/retried_turns", "engine/lost_turns", "engine/renewed_servers")
+"""Counted from one sync to the next."""
+
 
 class VLLMEngine:
     """Samples turns from vLLM servers. Implements ``PolicyEngine``.
@@ -104,7 +107,7 @@ class VLLMEngine:
         self._servers = [VLLMServer(address, client=self._loop.client) for address in mine]
         self._places: dict[str, VLLMServer] = {}
         self._room = asyncio.Semaphore(max_batch_size)
-        self._counts = dict.fromkeys(("retried_turns", "lost_turns", "renewed_servers"), 0)
+        self._counts = dict.fromkeys(COUNTS, 0)
         self._run_name = gather(uuid.uuid4().hex[:8])[0]
         self._num_syncs = 0
         self._label = ""
@@ -154,7 +157,7 @@ class VLLMEngine:
         self._num_syncs += 1
         self.policy_version = policy_version
         self._label = f"{self._run_name}-{self._num_syncs}-v{policy_version}"
-        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
         parts = agree(self._renew_all)
         readings = [reading for part in parts for reading in part]
         if not self._leads:
@@ -166,7 +169,7 @@ class VLLMEngine:
             "sync/gap_max": max(reading.gap_max for reading in readings),
             "sync/change": min(reading.change for reading in readings),
             "sync/trainer_change": max(reading.trainer_change for reading in readings),
-            **{f"engine/{name}": float(sum(part[name] for part in everyone)) for name in counts},
+            **{name: float(sum(part[name] for part in everyone)) for name in COUNTS},
         }
 
     def _renew_all(self) -> list[ProbeReading]:
@@ -252,7 +255,7 @@ class VLLMEngine:
             problem = ""
             for attempt, pause in zip(range(self._retries + 1), pauses(), strict=False):
                 server = self._place(request.rollout_id)
-                self._counts["retried_turns"] += attempt == 1
+                self._counts["engine/retried_turns"] += attempt == 1
                 try:
                     work = self._attempt(server, request)
                     return await asyncio.wait_for(work, deadline - time.monotonic())
@@ -266,7 +269,7 @@ class VLLMEngine:
                     break
                 _log.info("rollout %s: %s; trying again", request.rollout_id, problem)
                 await asyncio.sleep(pause)
-        self._counts["lost_turns"] += 1
+        self._counts["engine/lost_turns"] += 1
         _log.warning("rollout %s is lost: %s", request.rollout_id, problem)
         return SampleFailure(error=f"the policy engine: {problem}")
 
@@ -292,5 +295,5 @@ class VLLMEngine:
             server.label = self._label  # it was only out of reach, or has been renewed since
             return
         await self._renew(server)
-        self._counts["renewed_servers"] += 1
+        self._counts["engine/renewed_servers"] += 1
         _log.warning("%s had lost its weights and has them again", server.address)

@@ -32,6 +32,7 @@ WHAT_LOGS = {
         "components/models/gpt_oss/*.py",
         "components/rollout/stats.py",
         "components/rollout/evaluation.py",
+        "components/policy/vllm.py",
     ),
     "eval_agentic": ("recipes/eval_agentic.py", "components/rollout/evaluation.py"),
 }
