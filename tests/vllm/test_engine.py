@@ -207,7 +207,7 @@ def test_old_weights_stop_the_run(server, tmp_path):
             code=None,
             checker="components.envs.seeded_share.SeededShare",
             checker__seed=1,
-            checker__size=4,
+            checker__size=0.5,
             eval="null",
         )
     assert "still serves the old weights" in err
