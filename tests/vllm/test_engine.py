@@ -30,7 +30,7 @@ pytestmark = pytest.mark.vllm
 
 MODULES = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
 BOUND = 0.15
-"""Nats per token between the server's bfloat16 and ours; 0.04 to 0.07 were seen."""
+"""Nats per token between the server's bfloat16 and ours; 0.05 to 0.09 were seen."""
 SMALL = {
     "tokens_per_batch": 2048,
     "model.checkpoint_activations": "true",
