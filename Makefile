@@ -47,7 +47,7 @@ mock: model
 	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml$(call resume,mock)
 
 test: model lint
-	$(BIN)/python -m pytest tests -m "not slow and not gpu and not compile and not tau2 and not vllm"
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m "not slow and not gpu and not compile and not tau2 and not vllm"
 
 test-slow: model
 	$(BIN)/python -m pytest tests -m "slow and not gpu"

@@ -34,7 +34,7 @@ def test_make_test_checks_and_then_tests():
     lines = would_run("test", VENV=".venv")
     checks = [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/pyright"]
     marks = "not slow and not gpu and not compile and not tau2 and not vllm"
-    tests = f'.venv/bin/python -m pytest tests -m "{marks}"'
+    tests = f'.venv/bin/python -m pytest tests -n 2 --dist loadfile -m "{marks}"'
     places = [lines.index(line) for line in (*checks, ".venv/bin/codespell", tests)]
     assert places == sorted(places)
     assert lines.index(".venv/bin/python tools/get_model.py") < lines.index(tests)
