@@ -2,9 +2,9 @@
 
     python tools/bench_engine.py [--quick] [--json FILE]
 
-Rollouts that share a prefix of 1,000 or 5,000 tokens play 4 turns: 200 tokens of a tool result, then
-64 sampled ones. SmolLM2-135M, bf16, on this machine's CPU, all in one run and with the same number
-of threads. The keys of the JSON file:
+Rollouts that share a prefix of 1,000 or 5,000 tokens play 4 turns: 200 tokens of a tool result,
+then 64 sampled ones. SmolLM2-135M, bf16, on this machine's CPU, all in one run and with the same
+number of threads. The keys of the JSON file:
 
     speedup_vs_transformers_1k, _5k   tokens per second over those of transformers, which computes
                                       each turn's whole contexts, once per call
@@ -73,10 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = smollm2(directory, dtype=torch.bfloat16)
     weight_bytes = sum(p.nbytes for p in model.parameters())
     _measure(runs, "local", works, lambda work: run_local(model, work))
-    theirs = Transformers(directory, dtype=torch.bfloat16)
-    _measure(runs, "transformers", works, lambda work: theirs.run(work, keep_cache=False))
-    _measure(runs, "kept_cache", works, lambda work: theirs.run(work, keep_cache=True))
-    del theirs
+    _measure_transformers(runs, works, directory)
     with _vllm(directory, threads=options.threads, room=max(w.context for w in works)) as server:
         if server is not None:
             url = f"http://127.0.0.1:{server.port}"
@@ -118,6 +115,13 @@ def _measure(runs: Runs, name: str, works: Sequence[Work], run: Callable[[Work],
             + " s",
             flush=True,
         )
+
+
+def _measure_transformers(runs: Runs, works: Sequence[Work], directory: Path) -> None:
+    """With and without its cache kept; its copy of the model is gone afterwards."""
+    theirs = Transformers(directory, dtype=torch.bfloat16)
+    _measure(runs, "transformers", works, lambda work: theirs.run(work, keep_cache=False))
+    _measure(runs, "kept_cache", works, lambda work: theirs.run(work, keep_cache=True))
 
 
 @contextmanager

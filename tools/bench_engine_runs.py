@@ -158,7 +158,7 @@ class Transformers:
             out = self._model.generate(
                 torch.tensor(rows),
                 attention_mask=torch.tensor(mask),
-                past_key_values=cache if keep_cache else None,
+                **({"past_key_values": cache} if keep_cache else {}),
                 max_new_tokens=work.new_tokens,
                 do_sample=True,
                 temperature=1.0,

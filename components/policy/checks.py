@@ -31,8 +31,8 @@ def check_device(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> 
     if dtype not in allowed[device.type]:
         raise ValueError(
             f"dtype = {dtype}: on {device.type} the local engine computes in "
-            f"{' or '.join(str(d) for d in allowed[device.type])}, since its attention kernel takes "
-            "no other; set dtype: bf16, or device: cpu"
+            f"{' or '.join(str(d) for d in allowed[device.type])}, for its attention "
+            "kernel takes no other; set dtype: bf16, or device: cpu"
         )
     if device.type == "cuda" and (head_dim > 256 or head_dim % 8):
         raise ValueError(
@@ -83,6 +83,26 @@ def check_settings(
         raise ValueError(
             f"max_kv_gib = {max_kv_gib}: one rollout of max_tokens = {counts['max_tokens']} needs "
             f"{least:.3g} GiB of keys and values; allow that much, or null for no limit"
+        )
+
+
+def check_finite(logits: torch.Tensor, names: Sequence[str], *, policy_version: int) -> None:
+    """Refuse to sample from logits that are not numbers.
+
+    Args:
+        logits: ``[B, V]``.
+        names: the rollout of each row.
+        policy_version: of the weights.
+
+    Raises:
+        FloatingPointError: naming the rollouts.
+    """
+    finite = logits.sum(-1).isfinite().tolist()
+    if not all(finite):
+        bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
+        raise FloatingPointError(
+            f"logits are not finite for rollout {', '.join(bad)} "
+            f"under policy version {policy_version}"
         )
 
 

@@ -57,20 +57,15 @@ class DecodePass:
         pool: the rows of the batch.
         caches: the rollouts, ordered by their rows.
         device: where the model is.
-        size: rows of the batch. Those beyond the rollouts are padding, whose output is 0: the
-            model's products then have one shape whoever is there. None for no padding.
+        size: rows of the batch, those beyond the rollouts padding: the model's products then have
+            one shape whoever is there.
     """
 
     def __init__(
-        self,
-        pool: RowPool,
-        caches: Sequence[RolloutCache],
-        *,
-        device: torch.device,
-        size: int | None = None,
+        self, pool: RowPool, caches: Sequence[RolloutCache], *, device: torch.device, size: int = 0
     ) -> None:
         self._pool, self._caches, self._device = pool, caches, device
-        self._padding = 0 if size is None else size - len(caches)
+        self._padding = max(0, size - len(caches))
         self._rows = torch.tensor([c.row for c in caches], device=device)
         self._base = torch.tensor([c.base for c in caches], device=device)
         self._length = torch.tensor([len(c.ids) - c.base for c in caches], device=device)

@@ -14,52 +14,19 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from components.models.decoder import PolicyModel
 from components.policy.cache import BLOCK, RolloutCache, SharedPrefix
-from components.policy.checks import check_device, check_requests, check_settings
+from components.policy.checks import check_device, check_finite, check_requests, check_settings
 from components.policy.decode import DecodePass
 from components.policy.prefill import PackedRow, PrefillPass, Segment, pack_rows
 from components.policy.sampling import sample, uniforms
 from components.policy.store import CacheStore, shared_part
-from components.rollout.types import FinishReason, SampleRequest, SampleResult
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineStats:
-    """What the engine has computed since it was made. Never reset; take differences."""
-
-    shared_tokens: int = 0
-    """Tokens of shared prefixes, computed once each."""
-    prefill_tokens: int = 0
-    """Other tokens that were not sampled, and the last sampled token of earlier turns."""
-    decode_tokens: int = 0
-    """Tokens fed back one by one."""
-    decode_steps: int = 0
-    forgotten: int = 0
-    """Rollouts whose caches made room for others (``max_kv_gib``): computed anew if they return."""
-    prefill_time_s: float = 0.0
-    """Shared prefixes and the first token of each turn included."""
-    decode_time_s: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Turn:
-    """A request being served."""
-
-    index: int
-    """Place in the call's requests."""
-    request: SampleRequest
-    cache: RolloutCache
-    draws: list[float]
-    """One uniform number per token; its length is the limit of the turn."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+from components.policy.turn import EngineStats, Turn
+from components.rollout.types import SampleRequest, SampleResult
 
 
 class LocalEngine:
@@ -84,8 +51,8 @@ class LocalEngine:
             knows the temperature alone cannot compute: for evaluation.
         top_k: sample among this many most probable tokens; likewise. None for all.
         deterministic: fill every decode step up to ``max_batch_size`` rows and compute the new
-            tokens of each rollout in passes of their own, so that the shapes of a rollout's products
-            do not depend on who shares the batch. Costs time while the batch is not full.
+            tokens of each rollout in passes of their own: then the shapes of its products do not
+            depend on who shares the batch. Costs time while the batch is not full.
         policy_version: stamped until the first sync.
 
     Raises:
@@ -192,8 +159,8 @@ class LocalEngine:
 
     def _serve(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         waiting = deque(enumerate(requests))
-        live: list[_Turn] = []
-        done: dict[int, _Turn] = {}
+        live: list[Turn] = []
+        done: dict[int, Turn] = {}
         decode: DecodePass | None = None
         while waiting or live:
             began = time.perf_counter()
@@ -214,37 +181,26 @@ class LocalEngine:
                     self._store.pool,
                     [turn.cache for turn in live],
                     device=self._device,
-                    size=self._max_batch_size if self._deterministic else None,
+                    size=self._max_batch_size if self._deterministic else 0,
                 )
-        return [self._result(done[index]) for index in range(len(requests))]
+        version = self.policy_version
+        return [done[index].result(policy_version=version) for index in range(len(requests))]
 
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _result(self, turn: _Turn) -> SampleResult:
-        assert turn.finish_reason is not None
-        return SampleResult(
-            ids=tuple(turn.ids),
-            logprobs=tuple(turn.logprobs),
-            finish_reason=turn.finish_reason,
-            policy_version=self.policy_version,
-        )
-
     def _admit_all(
-        self, waiting: deque[tuple[int, SampleRequest]], live: Sequence[_Turn]
-    ) -> list[_Turn]:
+        self, waiting: deque[tuple[int, SampleRequest]], live: Sequence[Turn]
+    ) -> list[Turn]:
         """Take the next requests into the batch, in their order, while there is room for them."""
-        admitted: list[_Turn] = []
+        admitted: list[Turn] = []
         while waiting and len(live) + len(admitted) < self._max_batch_size:
             index, request = waiting[0]
             room = self._store.make_room(
                 request,
                 length=len(request.context) + self._limit(request),
-                busy={
-                    turn.request.rollout_id: len(turn.request.context) + len(turn.draws)
-                    for turn in (*live, *admitted)
-                },
+                busy={t.request.rollout_id: t.max_length for t in (*live, *admitted)},
                 waiting={other.rollout_id for _, other in list(waiting)[1:]},
             )
             if not room:
@@ -259,7 +215,7 @@ class LocalEngine:
         """Most tokens of a turn."""
         return min(request.max_new_tokens, self._max_tokens - len(request.context))
 
-    def _admit(self, index: int, request: SampleRequest) -> _Turn:
+    def _admit(self, index: int, request: SampleRequest) -> Turn:
         cache = self._store.caches.pop(request.rollout_id, None)
         if cache is None:
             prefix = shared_part(request)
@@ -272,7 +228,7 @@ class LocalEngine:
             )
         self._store.caches[request.rollout_id] = cache  # the last in their order: just used
         draws = uniforms(request.seed, self._limit(request))
-        return _Turn(index=index, request=request, cache=cache, draws=draws)
+        return Turn(index=index, request=request, cache=cache, draws=draws)
 
     def _shared_prefix(self, ids: tuple[int, ...]) -> SharedPrefix:
         shared = self._store.shared.get(ids)
@@ -288,7 +244,7 @@ class LocalEngine:
         self.stats.shared_tokens += len(ids)
         return shared
 
-    def _prefill(self, turns: Sequence[_Turn]) -> Tensor:
+    def _prefill(self, turns: Sequence[Turn]) -> Tensor:
         """Feed what is new of each context; logits [B, V] after the last token of each."""
         contexts = [(turn.cache, turn.request.context) for turn in turns]
         apart = [[c] for c in contexts] if self._deterministic else [contexts]
@@ -311,7 +267,7 @@ class LocalEngine:
             tokens[None], mask=PrefillPass(row.segments), input_pos=input_pos[None], index=index
         )
 
-    def _decode(self, decode: DecodePass, live: Sequence[_Turn]) -> Tensor:
+    def _decode(self, decode: DecodePass, live: Sequence[Turn]) -> Tensor:
         """Feed the last sampled token of each turn; logits [B, V] for the next."""
         decode.begin()
         last = [turn.ids[-1] for turn in live]
@@ -328,15 +284,10 @@ class LocalEngine:
         self.stats.decode_steps += 1
         return logits[: len(live)]
 
-    def _take(self, logits: Tensor, turns: Sequence[_Turn]) -> None:
+    def _take(self, logits: Tensor, turns: Sequence[Turn]) -> None:
         """Draw the next token of each turn."""
-        finite = logits.sum(-1).isfinite().tolist()
-        if not all(finite):
-            names = [t.request.rollout_id for t, ok in zip(turns, finite, strict=True) if not ok]
-            raise FloatingPointError(
-                f"logits are not finite for rollout {', '.join(names)} "
-                f"under policy version {self.policy_version}"
-            )
+        names = [turn.request.rollout_id for turn in turns]
+        check_finite(logits, names, policy_version=self.policy_version)
         tokens, logprobs = sample(
             logits,
             temperatures=[turn.request.temperature for turn in turns],
@@ -344,9 +295,4 @@ class LocalEngine:
             **self._truncation,
         )
         for turn, token, logprob in zip(turns, tokens, logprobs, strict=True):
-            turn.ids.append(token)
-            turn.logprobs.append(logprob)
-            if token in turn.request.stop_ids:
-                turn.finish_reason = "stop"
-            elif len(turn.ids) == len(turn.draws):
-                turn.finish_reason = "length"
+            turn.take(token, logprob)

@@ -67,7 +67,7 @@ def truncate(logits: Tensor, *, top_p: float, top_k: int | None) -> Tensor:
             et al. 2020, arXiv:1904.09751), counted among those that top_k leaves.
         top_k: keep this many; of equal ones those with the lowest ids. None for all.
     """
-    values, ids = logits.sort(-1, descending=True, stable=True)
+    values, ids = torch.sort(logits, stable=True, dim=-1, descending=True)
     if top_k is not None:
         values[:, top_k:] = -torch.inf
     if top_p < 1.0:

@@ -101,9 +101,7 @@ class CacheStore:
         pool = rows * blocks * self.pool.block * self._token_bytes
         return self._max_bytes - self._left(request) + pool
 
-    def _forget_one(
-        self, request: SampleRequest, busy: Collection[str], waiting: set[str]
-    ) -> bool:
+    def _forget_one(self, request: SampleRequest, busy: Collection[str], waiting: set[str]) -> bool:
         """Forget what is needed last; False if all that is left is needed now."""
         used = {id(cache.shared) for cache in self.caches.values()}
         wanted = shared_part(request)
