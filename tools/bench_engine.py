@@ -29,8 +29,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weight_bytes = sum(p.nbytes for p in model.parameters())
     _measure(runs, "local", works, lambda work: run_local(model, work))
     _measure_transformers(runs, works, directory)
-    with _vllm(directory, threads=options.threads, room=max(w.context for w in works)) as server:
-        if server is not None:
-            url = f"http://127.0.0.1:{server.port}"
-            _measure(runs, "vllm", works, lambda work: run_vllm(url, server.model, work))
+    failed = _measure_vllm(runs, works, directory, threads=options.threads)
     figures = summary(runs, bandwidth=max(bandwidth.values()), weight_bytes=weight_bytes)
     print_figures(figures)
     if options.json is not None:
         figures["bandwidth_gb_s"] = bandwidth
         figures["runs"] = [_record(name, *pair) for name in runs for pair in runs[name].items()]
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
+    return 1 if failed else 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -124,29 +120,40 @@ def _measure_transformers(runs: Runs, works: Sequence[Work], directory: Path) ->
     _measure(runs, "kept_cache", works, lambda work: theirs.run(work, keep_cache=True))
 
 
-@contextmanager
-def _vllm(directory: Path, *, threads: int, room: int) -> Iterator[VllmServer | None]:
-    """vLLM's server with its prefix cache (its default); None, and said, where it is missing."""
+def _measure_vllm(runs: Runs, works: Sequence[Work], directory: Path, *, threads: int) -> bool:
+    """vLLM's server with its prefix cache (its default).
+
+    Returns:
+        Whether it failed: it is said, and what the others measured is not lost. A vLLM that is not
+        installed is said, too, and is no failure.
+    """
     try:
         command = vllm_command()
     except FileNotFoundError as error:
         print(f"vllm: not measured, {error}")
-        yield None
-        return
-    # vLLM's own defaults where serve_vllm.py has others: chunked prefill.
-    args = ("--enable-scale-out", "--enable-chunked-prefill", "--max-model-len", str(room + 1))
+        return False
+    # vLLM's own default where serve_vllm.py has another, chunked prefill; room for every context.
+    longest = max(work.context for work in works)
+    args = ("--enable-scale-out", "--enable-chunked-prefill", "--max-model-len", str(longest + 1))
     handle, name = tempfile.mkstemp(prefix="vllm", suffix=".log")
     os.close(handle)
-    server = VllmServer(
-        directory,
-        log=Path(name),
-        command=command,
-        args=args,
-        env={"OMP_NUM_THREADS": str(threads)},
-    )
-    with server:
-        yield server
-    Path(name).unlink()  # kept where the server failed
+    try:
+        with VllmServer(
+            directory,
+            log=Path(name),
+            command=command,
+            args=args,
+            env={"OMP_NUM_THREADS": str(threads)},
+            start_timeout_s=900.0,
+        ) as server:
+            url = f"http://127.0.0.1:{server.port}"
+            _measure(runs, "vllm", works, lambda work: run_vllm(url, server.model, work))
+    except (OSError, RuntimeError) as error:
+        runs.pop("vllm", None)
+        print(f"vllm: failed, its log is {name}: {error}", file=sys.stderr)
+        return True
+    Path(name).unlink()
+    return False
 
 
 def summary(runs: Runs, *, bandwidth: float, weight_bytes: int) -> dict[str, Any]:
