@@ -91,6 +91,7 @@ SCHEMA = {
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
     problems = sections.train_split(cfg) + sections.best_metric(cfg)
+    problems += sections.whole_distribution(cfg)
     problems += sections.same_tasks(cfg, "dataset") + sections.same_tasks(cfg, "eval.dataset")
     problems += sections.update_options(cfg)
     problems += sections.at_most(cfg, "rollout.max_tokens", "tokens_per_batch")

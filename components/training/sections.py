@@ -162,6 +162,22 @@ def train_split(cfg: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def whole_distribution(cfg: Mapping[str, Any]) -> list[str]:
+    """The problems of training on tokens from a truncated distribution.
+
+    The trainer's log-probabilities know the temperature alone: against those of the renormalised
+    distribution that top_p or top_k leaves, every ratio would be off (tokens with p = .5 .3 .2 and
+    top_p = .75: the first is sampled with .625).
+    """
+    engine = cfg["engine"]
+    return [
+        f"engine.{key} = {engine[key]}: training samples from the whole distribution; "
+        "it is for evaluation (recipes/eval_agentic.py)"
+        for key, neutral in (("top_p", 1), ("top_k", None))
+        if key in engine and engine[key] != neutral
+    ]
+
+
 def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
     """The problems of a dataset that draws tasks which the environment does not have.
 
