@@ -1,4 +1,4 @@
-"""Two evaluations of the same tasks side by side, with the interval and the test of their difference.
+"""Two evaluations of the same tasks side by side, with the interval and test of the difference.
 
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml output_dir=runs/seen
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml output_dir=runs/held_out \\

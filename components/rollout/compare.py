@@ -24,8 +24,8 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
         ``metrics``: name to [first, second, difference]. ``official`` and ``strict``: the mean over
         tasks of the second's mean reward less the first's, ``low`` and ``high`` of its 95 %
         interval (bootstrap over tasks, seeded; null for a single task) and ``p`` of the paired
-        sign-flip test, two-sided. ``tasks``: [first, second] official mean of the tasks on which these differ. ``settings``: what differs, [first,
-        second].
+        sign-flip test, two-sided. ``tasks``: [first, second] official mean of the tasks on which
+        these differ. ``settings``: what differs, [first, second].
 
     Raises:
         ValueError: not eval.json of this version, or not of the same tasks.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import comb
-from statistics import fmean
+from statistics import fmean, stdev
+from typing import Any
 
 from components.envs.baselines import AGENTS, baselines
+from components.rollout.intervals import interval
 from components.rollout.types import Rollout
 
 
@@ -24,7 +26,7 @@ def pass_hat_k(num_trials: int, num_correct: int, k: int) -> float:
 
 
 def pass_at_k(num_trials: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate that at least one of k independent trials succeeds: 1 - C(n-c, k) / C(n, k).
+    """Unbiased estimate that one of k independent trials succeeds or more: 1 - C(n-c, k) / C(n, k).
 
     Not pass^k, which asks that all do. n=4, c=1, k=2 gives 0.5.
 
@@ -109,4 +111,39 @@ def values_by_task(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[str,
         f"eval/mean@{num_trials}": [fmean(map(official_reward, group)) for group in groups],
         **{f"eval/pass^{k}": [pass_hat_k(num_trials, c, k) for c in correct] for k in ks},
         **{f"eval/pass@{k}": [pass_at_k(num_trials, c, k) for c in correct] for k in ks[1:]},
+    }
+
+
+def evaluation_summary(
+    rollouts: Sequence[Rollout],
+    *,
+    num_trials: int,
+    of_seeds: Mapping[str, Sequence[Rollout]],
+) -> dict[str, Any]:
+    """How sure the means are.
+
+    Args:
+        rollouts: all of them, failed ones too.
+        num_trials: rollouts planned for each task, over all seeds.
+        of_seeds: the rollouts of each seed.
+
+    Returns:
+        ``intervals``: [low, high] of each metric that is a mean over tasks, 95 %, see
+        :func:`components.rollout.intervals.interval`. ``seeds``: by seed ``official_mean`` and
+        ``strict_mean``. ``seed_std``: the standard deviation of the seeds' official means; null
+        for one seed.
+    """
+    values = values_by_task(rollouts, num_trials=num_trials)
+    seeds = {
+        seed: {
+            "official_mean": fmean(map(official_reward, some)),
+            "strict_mean": fmean(map(strict_reward, some)),
+        }
+        for seed, some in of_seeds.items()
+    }
+    official = [means["official_mean"] for means in seeds.values()]
+    return {
+        "intervals": {name: list(interval(of_tasks)) for name, of_tasks in values.items()},
+        "seeds": seeds,
+        "seed_std": stdev(official) if len(official) > 1 else None,
     }

@@ -44,7 +44,7 @@ WHAT_LOGS = {
     ),
     "eval_agentic": ("recipes/eval_agentic.py", "components/rollout/evaluation.py"),
 }
-METRIC = re.compile(r"[a-z]+/(?!\*$)[\w^*]+")
+METRIC = re.compile(r"[a-z]+/(?!\*$)[\w^@*]+")
 TRACKED = ("recipes/", "components/", "configs/", "tools/", "tests/")
 
 
