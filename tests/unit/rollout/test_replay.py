@@ -31,7 +31,7 @@ ENV = {
     "user": "scripted",
     "max_steps": 20,
     "max_errors": 2,
-    "max_text_chars": 200,
+    "max_text_chars": 280,
 }
 
 
@@ -146,11 +146,13 @@ def tampered(rollout, place, **changes):
 def test_a_record_that_is_not_what_happens_is_refused(played):
     solved = played[0]
     assert rescored(make_env(), solved).value == 1.0
-    place = next(i for i, m in enumerate(solved.messages) if m["role"] == "tool")
+    place = max(i for i, m in enumerate(solved.messages) if m["role"] == "tool")
+    (call,) = solved.messages[place - 1]["tool_calls"]
+    other = {**call, "arguments": {**call["arguments"], "title": "something else"}}
     with pytest.raises(ReplayError, match="the replay differs from the record"):
         replay(make_env(), tampered(solved, place, content="{}"))
     with pytest.raises(ReplayError, match=r"eval/0/mock/create_task_1/0: .* differs"):
-        replay(make_env(), tampered(solved, place - 1, tool_calls=[]))
+        replay(make_env(), tampered(solved, place - 1, tool_calls=[other]))
     with pytest.raises(ReplayError, match="with 1 recorded messages left"):
         replay(make_env(), replace(solved, messages=(*solved.messages, solved.messages[-1])))
     with pytest.raises(ReplayError, match=r"official reward was 0\.5 and is 1\.0 now"):
