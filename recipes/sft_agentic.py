@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from components.data.demonstration_file import made_with, read_demonstrations, split_by_task
 from components.data.demonstrations import cut_to
+from components.envs.base import Task
 from components.models.export import Exporter
 from components.models.paths import model_dir
 from components.rollout.evaluation import evaluation_line, evaluation_metrics
@@ -100,17 +101,7 @@ class SFTAgentic:
         dataset = instantiate(cfg.dataset)
         self.eval_dataset = instantiate(cfg.eval.dataset) if cfg.eval else None
         self.output_dir = run_dir.check(cfg.output_dir, resume=cfg.resume, recipe="sft_agentic")
-        demonstrations = read_demonstrations(
-            cfg.demonstrations.path,
-            tasks=dataset.tasks,
-            settings=made_with(as_dict(cfg), model_dir=self.source_dir),
-        )
-        trained, self.held_out = (
-            self._fitting(some)
-            for some in split_by_task(
-                demonstrations, held_out_frac=cfg.held_out_frac, seed=cfg.seed
-            )
-        )
+        trained = self._read_demonstrations(dataset.tasks)
         self._build_model()
         if self.eval_dataset is not None:
             self._build_evaluation()
@@ -151,6 +142,20 @@ class SFTAgentic:
                 self.output_dir, resume_step=kept, tensorboard=cfg.tensorboard
             )
             self.recorder = Recorder(self.output_dir / "rollouts.jsonl", resume_step=kept)
+
+    def _read_demonstrations(self, tasks: list[Task]) -> list[Rollout]:
+        """Those to train on; ``held_out`` are the others."""
+        cfg = self.cfg
+        demonstrations = read_demonstrations(
+            cfg.demonstrations.path,
+            tasks=tasks,
+            settings=made_with(as_dict(cfg), model_dir=self.source_dir),
+        )
+        trained, held_out = split_by_task(
+            demonstrations, held_out_frac=cfg.held_out_frac, seed=cfg.seed
+        )
+        self.held_out = self._fitting(held_out)
+        return self._fitting(trained)
 
     def _fitting(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Demonstrations cut to ``max_tokens``."""

@@ -52,9 +52,8 @@ def export(run: Path, *, only: str) -> Any:
     """The tau2 ``Results`` of a run."""
     cfg = load_config(run / "config.yaml")
     settings = as_dict(cfg.env)
-    if not settings["_component_"].endswith(".Tau2Env") or (
-        settings.get("user", "scripted") != "scripted"
-    ):
+    scripted = settings.get("user", "scripted") == "scripted"
+    if not (scripted and settings["_component_"].endswith(".Tau2Env")):
         raise ValueError(
             "env: only Tau2Env with user: scripted can be replayed into tau2's own record"
         )

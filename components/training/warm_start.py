@@ -18,6 +18,7 @@ from components.envs.base import Task
 from components.models.decoder import PolicyModel
 from components.rollout.episode import failed_rollout
 from components.rollout.specs import group_specs
+from components.rollout.types import RolloutSpec
 from components.rollout.workers import Failure, WorkerPool
 from components.training.parallelize import World, full_tensor
 from components.training.precision import MasterWeights
@@ -62,16 +63,7 @@ def demonstrate_tasks(
     """
     chosen = list(tasks)
     random.Random(f"{seed}/demonstrations").shuffle(chosen)
-    specs = [
-        spec
-        for number in range(per_task)
-        for spec in group_specs(
-            [(task.domain, task.id) for task in chosen[:num_demonstrations]],
-            group_size=1,
-            seed=seed,
-            phase=f"demonstration/{number}" if number else "demonstration",
-        )
-    ]
+    specs = _orders(chosen[:num_demonstrations], per_task=per_task, seed=seed)
     mine = specs[world.rank :: world.size]
     results: list[Any] = []
     with stop.apart(world) as check:
@@ -91,6 +83,20 @@ def demonstrate_tasks(
     return collect(
         specs, play=lambda spec: played[spec.rollout_id], max_tokens=max_tokens, cut=True
     )
+
+
+def _orders(tasks: Sequence[Task], *, per_task: int, seed: int) -> list[RolloutSpec]:
+    """One demonstration of each task, then the second of each..."""
+    return [
+        spec
+        for number in range(per_task)
+        for spec in group_specs(
+            [(task.domain, task.id) for task in tasks],
+            group_size=1,
+            seed=seed,
+            phase=f"demonstration/{number}" if number else "demonstration",
+        )
+    ]
 
 
 def warm_start(

@@ -94,7 +94,7 @@ def test_the_console_has_a_table_by_task_and_the_means(evaluated):
         assert row["status"][0].partition("_")[0] in line
     for name, value in evaluated.result["metrics"].items():
         interval = evaluated.result["intervals"].get(name)
-        shown = "  95 % \\[{:.3f}, {:.3f}\\]".format(*interval) if interval else ""
+        shown = re.escape(f"  95 % [{interval[0]:.3f}, {interval[1]:.3f}]") if interval else ""
         line = rf"^{re.escape(name)} +{value:.3f}{shown}$"
         assert re.search(line, out, re.MULTILINE), name
 

@@ -217,7 +217,10 @@ def edit(folder, change):
     [
         (["dataset.split=test"], "dataset.split = test: training is on the train split"),
         (["demonstrations.path={made}"], "exists and is not an empty directory"),
-        (["demonstrations.oracle=components.data.oracles.retail_oracle"], "oracle: none of 8 demonstrations could"),
+        (
+            ["demonstrations.oracle=components.data.oracles.retail_oracle"],
+            "oracle: none of 8 demonstrations could be played",
+        ),
         (["model_dir=no_such_model"], "model 'no_such_model' not found"),
     ],
 )

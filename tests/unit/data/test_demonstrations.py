@@ -217,8 +217,9 @@ def test_collect_keeps_full_rewards_and_counts_the_rest(rollouts):
     assert len(long.tokens) > len(good.tokens)
     bad = replace(good, reward=0.0, reward_breakdown={"official": 0.0})
     failed = replace(good, status="error_infra", reward=None, reward_breakdown={}, error="lost")
-    messages = [{**m, "content": "One moment."} if m.get("tool_calls") else m for m in good.messages]
-    rude = replace(good, messages=tuple(messages))  # text beside a call
+    beside = {"content": "One moment."}
+    messages = tuple(m | beside if m.get("tool_calls") else m for m in good.messages)
+    rude = replace(good, messages=messages)  # text beside a call
     assert broken_rules(rude) == ["S7"]
     played = {"good": good, "bad": bad, "rude": rude, "failed": failed, "long": long}
     specs = [replace(good.spec, rollout_id=name) for name in played]
@@ -290,9 +291,8 @@ def test_held_out_tasks_are_apart_whatever_the_order(rollouts):
     assert (len(apart[0]), len(apart[1]), len(held_out)) == (5, 2, 4)
     again = split_by_task(several[::-1], held_out_frac=0.3, seed=1)
     assert {r.spec.task_id for r in again[1]} == apart[1]
-    others = {frozenset(r.spec.task_id for r in split_by_task(several, held_out_frac=0.3, seed=s)[1])
-              for s in range(8)}  # fmt: skip
-    assert len(others) > 1
+    by_seed = [split_by_task(several, held_out_frac=0.3, seed=seed)[1] for seed in range(8)]
+    assert len({frozenset(r.spec.task_id for r in some) for some in by_seed}) > 1
     assert split_by_task(several, held_out_frac=0, seed=1) == (several, [])
     assert len(split_by_task(several, held_out_frac=0.01, seed=1)[1]) == 2  # one task at least
     with pytest.raises(ValueError, match="of 1 demonstrated tasks none is left"):
