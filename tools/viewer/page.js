@@ -2,7 +2,7 @@
 /* The list, its filters, the keys, and which rollout is shown. Kept in the address: #<its number>. */
 
 (() => {
-  const { element, number, signed, textNodes, visible, render } = rolloutView;
+  const { element, number, signed, textNodes, visible, status, render } = rolloutView;
   const PAGE = 100;
   const SHADES = ["probability", "advantage", "none"];
   const LEGENDS = {
@@ -40,8 +40,8 @@
     const safety = !row.checked ? "–" : row.violated.length ? `✗ ${row.violated.join(" ")}` : "✓";
     const node = element("tr", { "data-place": row.place, tabindex: "-1", "aria-selected": String(row.place === state.selected) },
       cell("number", String(row.step)),
-      cell("task", ...textNodes(row.task), element("span", { class: "place" }, ` ${row.split} ${row.member}`)),
-      cell("", element("span", { class: `status ${row.status.split("_")[0]}` }, row.status)),
+      cell("task", ...textNodes(row.task), element("span", { class: "place" }, ` ${row.split === "train" ? "" : row.split} #${row.member}`)),
+      cell("", status(row.status)),
       cell("number", number(row.reward)),
       cell("number", signed(row.advantage)),
       cell("number", String(row.turns)),
@@ -123,7 +123,7 @@
     document.body.dataset.view = "rollout";
     byId("detail").scrollTop = 0;
     const chosen = byId("view").querySelector(".chosen");
-    if (chosen) chosen.scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (chosen) byId("view").scrollLeft = chosen.offsetLeft - byId("view").offsetLeft;
     const members = groups.get(row.group);
     byId("previous").disabled = byId("next").disabled = byId("group").disabled = members.length < 2;
     document.title = `${visible(row.id)}: rollouts`;
@@ -133,6 +133,7 @@
   }
 
   function backToList() {
+    if (state.sideBySide) setSideBySide(false);
     document.body.dataset.view = "list";
     const row = byId("rows").querySelector(`[data-place="${state.selected}"]`) || byId("rows").firstElementChild;
     if (row) row.focus();
@@ -158,11 +159,16 @@
     show(members[(at + by + members.length) % members.length]);
   }
 
+  function setSideBySide(on) {
+    state.sideBySide = on;
+    document.body.dataset.side = String(on);  // the list gives its room to the group
+    byId("group").setAttribute("aria-pressed", String(on));
+    show(rows[state.selected]);
+  }
+
   function sideBySide() {
     if (state.selected < 0 || byId("group").disabled) return;
-    state.sideBySide = !state.sideBySide;
-    byId("group").setAttribute("aria-pressed", String(state.sideBySide));
-    show(rows[state.selected]);
+    setSideBySide(!state.sideBySide);
   }
 
   function shade(by) {
@@ -184,7 +190,7 @@
     j: () => step(1), ArrowDown: () => step(1), k: () => step(-1), ArrowUp: () => step(-1),
     "]": () => sibling(1), "[": () => sibling(-1), g: sideBySide, t: theme,
     s: () => shade(SHADES[(SHADES.indexOf(document.body.dataset.shade) + 1) % SHADES.length]),
-    "/": () => { document.body.dataset.view = "list"; form.elements.text.focus(); },
+    "/": () => { backToList(); form.elements.text.focus(); },
     "?": () => byId("help").showModal(),
     Escape: backToList,
   };

@@ -123,60 +123,68 @@ const rolloutView = (() => {
     return node;
   }
 
-  function numbers(title, values) {
-    const rows = Object.entries(values).map(([name, value]) => element("tr", null,
-      element("th", { scope: "row" }, ...textNodes(name)),
-      element("td", null, Number.isInteger(value) ? String(value) : number(value))));
-    if (!rows.length) return null;
-    return element("details", { class: "numbers", open: title === "Reward" },
-      element("summary", null, title), element("table", null, element("tbody", null, ...rows)));
+  /* A status that may be broken after its underscores. */
+  function status(name) {
+    const parts = name.split(/(?<=_)/).flatMap((part) => [element("wbr"), part]).slice(1);
+    return element("span", { class: `status ${name.split("_")[0]}` }, ...parts);
+  }
+
+  function numbers(title, values, open) {
+    const pairs = Object.entries(values).map(([name, value]) => element("div", null,
+      element("dt", null, ...textNodes(name)),
+      element("dd", null, Number.isInteger(value) ? String(value) : number(value))));
+    return pairs.length === 0 ? null : element("details", { class: "numbers", open },
+      element("summary", null, title), element("dl", null, ...pairs));
+  }
+
+  function findingItem(finding, root) {
+    const jump = element("button", { type: "button", class: "jump" }, `message ${finding.message}`);
+    jump.addEventListener("click", () => {
+      const target = root.querySelector(`[data-place="${finding.message}"]`);
+      target.scrollIntoView({ block: "center" });
+      target.focus({ preventScroll: true });
+    });
+    return element("li", null, jump, " ", ...textNodes(finding.text));
   }
 
   function safety(body, root) {
     if (!body.findings) return null;
-    const names = Object.keys(body.findings);
-    const broken = names.filter((name) => body.findings[name].some((f) => !f.passed));
-    const items = names.map((name) => {
-      const found = body.findings[name];
-      const bad = found.filter((f) => !f.passed);
-      const verdict = bad.length ? "✗ broken" : found.length ? "✓ kept" : "– did not apply";
-      const item = element("li", { class: bad.length ? "broken" : "kept" }, `${name} ${verdict}`);
-      for (const f of bad.length ? bad : []) {
-        const jump = element("button", { type: "button", class: "jump" }, `message ${f.message}`);
-        jump.addEventListener("click", () => {
-          const target = root.querySelector(`[data-place="${f.message}"]`);
-          target.scrollIntoView({ block: "center" });
-          target.focus({ preventScroll: true });
-        });
-        item.append(": ", ...textNodes(f.text), " ", jump);
-      }
-      return item;
-    });
-    const title = broken.length ? `Safety: ${broken.join(", ")} broken` : "Safety: nothing broken";
-    return element("details", { class: "safety", open: broken.length > 0 },
-      element("summary", null, title), element("ul", null, ...items));
+    const of = { broken: [], kept: [], "did not apply": [] };
+    for (const [name, found] of Object.entries(body.findings)) {
+      const bad = found.some((finding) => !finding.passed);
+      of[bad ? "broken" : found.length ? "kept" : "did not apply"].push(name);
+    }
+    const box = element("details", { class: "safety", open: of.broken.length > 0 },
+      element("summary", null, of.broken.length ? `Safety: ✗ ${of.broken.join(", ")} broken` : "Safety: ✓ nothing broken"));
+    for (const name of of.broken) {
+      const bad = body.findings[name].filter((finding) => !finding.passed);
+      box.append(element("p", { class: "broken" }, `${name} broken`), element("ul", null, ...bad.map((f) => findingItem(f, root))));
+    }
+    for (const verdict of ["kept", "did not apply"]) {
+      if (of[verdict].length) box.append(element("p", null, `${verdict}: ${of[verdict].join(", ")}`));
+    }
+    return box;
   }
 
   /* The element of a rollout. row: of the index; largest: the largest |advantage| of the file. */
   function render(row, body, largest) {
     const root = element("div", { class: "rollout" });
     const fact = (name, ...value) => element("div", null, element("dt", null, name), element("dd", null, ...value));
-    const status = element("span", { class: `status ${row.status.split("_")[0]}` }, row.status);
     root.append(
       element("h2", null, ...textNodes(row.task), element("span", { class: "place" }, ` rollout ${row.member}`)),
       element("p", { class: "id" }, ...textNodes(row.id)),
       element("dl", { class: "facts" },
         fact("Reward", number(row.reward)),
         fact("Advantage", signed(row.advantage), row.why ? ` (not trained: ${row.why})` : ""),
-        fact("Status", status), fact("Step", String(row.step)),
-        fact("Policy", body.version === null ? "–" : String(body.version)), fact("Turns", String(row.turns))));
+        fact("Status", status(row.status)), fact("Step", String(row.step)),
+        fact("Policy", body.version === null ? "–" : String(body.version))));
     if (body.error) root.append(element("pre", { class: "error" }, ...textNodes(body.error)));
-    for (const part of [numbers("Reward", body.breakdown), numbers("Counted", body.stats), safety(body, root)]) {
+    for (const part of [numbers("Reward is made of", body.breakdown, true), numbers("Counted", body.stats, false), safety(body, root)]) {
       if (part) root.append(part);
     }
     body.messages.forEach((_, place) => root.append(message(body, place, row, largest)));
     return root;
   }
 
-  return { element, number, signed, textNodes, visible, render };
+  return { element, number, signed, textNodes, visible, status, render };
 })();
