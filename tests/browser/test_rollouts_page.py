@@ -151,7 +151,8 @@ def test_without_a_mouse(browser, page):
     press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     readout = text(browser, "#view .readout")[0]
     assert readout.startswith("token 2 of ")
-    assert "p 0.500" in readout and "advantage +1.000" in readout
+    assert "p 0.500" in readout
+    assert "advantage +1.000" in readout
     press(browser, "s")
     assert browser.execute_script("return document.body.dataset.shade") == "advantage"
     press(browser, "?")
@@ -208,10 +209,13 @@ def test_it_can_be_read(browser, page, theme, width):
     open_page(browser, page, width=width)
     browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
     ground = "return getComputedStyle(document.body).backgroundColor"
-    assert browser.execute_script(ground) == {
-        "light": "rgb(255, 255, 255)",
-        "dark": "rgb(21, 23, 27)",
-    }[theme]
+    assert (
+        browser.execute_script(ground)
+        == {
+            "light": "rgb(255, 255, 255)",
+            "dark": "rgb(21, 23, 27)",
+        }[theme]
+    )
     for keys, name in [("", "list"), ("j\ue007", "rollout"), ("s", "advantage"), ("g", "group")]:
         press(browser, *keys)
         shoot(browser, f"{theme}-{width}-{name}")
@@ -227,13 +231,15 @@ def test_the_system_decides_between_light_and_dark(browser, page):
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     open_page(browser, page)
-    assert browser.execute_script(
-        "return getComputedStyle(document.body).backgroundColor"
-    ) == "rgb(21, 23, 27)"
+    assert (
+        browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        == "rgb(21, 23, 27)"
+    )
     press(browser, "t")
-    assert browser.execute_script(
-        "return getComputedStyle(document.body).backgroundColor"
-    ) == "rgb(255, 255, 255)"
+    assert (
+        browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        == "rgb(255, 255, 255)"
+    )
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 

@@ -148,13 +148,13 @@ def add_pieces(entries: Iterable[Entry], decode: Callable[[list[int]], str] | No
     Raises:
         ValueError: the tokenizer gives another text than was recorded: it is not the run's.
     """
+    decode_once = None if decode is None else lru_cache(maxsize=None)(lambda x: decode(list(x)))
     for entry in entries:
         turns = entry.line["turns"]
         if all("pieces" in turn for turn in turns):
             entry.pieces = [turn["pieces"] for turn in turns]
-        elif decode is not None:
-            decode_many = _cached(decode)
-            entry.pieces = [split_text(turn["ids"], decode_many) for turn in turns]
+        elif decode_once is not None:
+            entry.pieces = [split_text(turn["ids"], decode_once) for turn in turns]
             for turn, pieces in zip(turns, entry.pieces, strict=True):
                 got, recorded = "".join(pieces), turn["text"]
                 if got.replace("\ufffd", "") != recorded.replace("\ufffd", ""):
@@ -162,11 +162,6 @@ def add_pieces(entries: Iterable[Entry], decode: Callable[[list[int]], str] | No
                         f"{entry.id}: the tokenizer reads {got[:60]!r} where {recorded[:60]!r} was "
                         "recorded; give the run's own with --tokenizer, or --tokenizer none"
                     )
-
-
-@lru_cache(maxsize=1)
-def _cached(decode: Callable[[list[int]], str]) -> Callable[[tuple[int, ...]], str]:
-    return lru_cache(maxsize=None)(lambda ids: decode(list(ids)))
 
 
 def split_text(ids: Sequence[int], decode: Callable[[tuple[int, ...]], str]) -> list[str]:

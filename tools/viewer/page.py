@@ -1,8 +1,8 @@
 """Rollouts as one HTML file that needs nothing else: no server, no network.
 
 The list is one block of JSON that is read when the page opens; each rollout is a block of its own
-that is read when it is looked at. What a model wrote is never markup: JSON in which no ``<`` stands,
-put into the page as text nodes. A content security policy lets only the two scripts and the style
+that is read when it is looked at. What a model wrote is never markup: it is JSON in which no ``<``
+stands, and is put into the page as text nodes. A content security policy lets only the two scripts and the style
 of this file run, known by their hashes, and nothing be loaded.
 """
 

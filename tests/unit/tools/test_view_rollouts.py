@@ -80,7 +80,11 @@ def test_the_runs_own_settings_are_used(tmp_path):
 
 
 def test_they_are_what_the_trainer_trains(tmp_path):
-    rollouts = [*group([1.0, 0.0, None, 0.2]), *group([0.0, 0.0], number=1), *group([1.0], number=2)]
+    rollouts = [
+        *group([1.0, 0.0, None, 0.2]),
+        *group([0.0, 0.0], number=1),
+        *group([1.0], number=2),
+    ]
     entries = load(write_run(tmp_path, rollouts), pieces=False)
     items, _ = trained_items([r for _, r in rollouts], normalize_std=True, eps=1e-6)
     assert {i.key: i.advantage for i in items} == {e.id: e.advantage for e in entries if not e.why}
@@ -102,8 +106,11 @@ def test_findings_point_at_the_recorded_message(tmp_path):
     calls = tuple(ToolCall(name="get_users", arguments={}, id=f"call_{i}") for i in range(2))
     rollout = make_rollout(domain="mock", texts=("Both at once.",), calls=calls)
     refused = ({"role": "assistant", "content": "x", "refused": True},)
-    object.__setattr__(rollout, "messages", (*rollout.messages[:1], *refused, *rollout.messages[1:]))
-    entries = load(write_run(tmp_path, [(1, rollout), (1, make_rollout(domain="text", member=1))]))
+    object.__setattr__(
+        rollout, "messages", (*rollout.messages[:1], *refused, *rollout.messages[1:])
+    )
+    run = write_run(tmp_path, [(1, rollout), (1, make_rollout(domain="text", member=1))])
+    entries = load(run, pieces=False)
     found.add_findings(entries)
     assert entries[0].violated == ["S7"]
     [broken] = [f for f in entries[0].findings["S7"] if not f["passed"]]
@@ -130,7 +137,9 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 def test_filters():
     entries = [
-        found.Entry(number=1, line={**line, "spec": {"domain": "mock", "task_id": task}}, phase=phase)
+        found.Entry(
+            number=1, line={**line, "spec": {"domain": "mock", "task_id": task}}, phase=phase
+        )
         for line, task, phase in [
             ({"step": 1, "reward": 1.0, "status": "completed"}, "a_1", "train/1"),
             ({"step": 2, "reward": 0.0, "status": "truncated_tokens"}, "a_2", "train/2"),
@@ -172,7 +181,7 @@ class Seen(HTMLParser):
             self.blocks.append([tag, dict(attrs), ""])
 
     def handle_data(self, data):
-        if self.tags and self.tags[-1] in ("script", "style"):
+        if self.cdata_elem is not None:  # inside a script or style
             self.blocks[-1][2] += data
 
 
@@ -222,7 +231,9 @@ def test_every_rollout_is_in_the_page_as_it_was_recorded(hostile):
 
 def test_only_its_own_scripts_may_run_and_nothing_is_loaded(hostile):
     _, _, seen = hostile
-    [policy] = [v for tag, name, v in seen.attributes if tag == "meta" and "default-src" in (v or "")]
+    [policy] = [
+        v for tag, name, v in seen.attributes if tag == "meta" and "default-src" in (v or "")
+    ]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
     run = [text for tag, attributes, text in seen.blocks if "type" not in attributes]
@@ -270,7 +281,7 @@ def test_in_a_pipe_it_is_plain_text(tmp_path):
     assert "\x1b" not in one
     assert "<U+001B>[31mred" in one
     assert "[bold]markup[/bold]" in one
-    assert " 1.00 " in one and " 0.50 " in one and " 0.33 " in one
+    assert {"1.00", "0.50", "0.33"} <= set(one.split())
 
 
 def test_mistakes_are_said(tmp_path):
