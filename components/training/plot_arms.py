@@ -1,4 +1,4 @@
-"""Several runs in one picture: seeds of one arm as their mean and a band, arms beside each other."""
+"""Several runs in one picture: the seeds of an arm as their mean and a band."""
 
 from __future__ import annotations
 

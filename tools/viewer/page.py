@@ -2,8 +2,8 @@
 
 The list is one block of JSON that is read when the page opens; each rollout is a block of its own
 that is read when it is looked at. What a model wrote is never markup: it is JSON in which no ``<``
-stands, and is put into the page as text nodes. A content security policy lets only the two scripts and the style
-of this file run, known by their hashes, and nothing be loaded.
+stands, and is put into the page as text nodes. A content security policy lets only the two scripts
+and the style of this file run, known by their hashes, and nothing be loaded.
 """
 
 from __future__ import annotations
