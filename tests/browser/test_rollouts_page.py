@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from components.envs.base import ToolCall
 from tests.unit.tools.recorded import HOSTILE, hostile_run, make_rollout, write_run
 from tests.unit.tools.test_view_rollouts import load
 from tools.viewer import entries as found
@@ -244,11 +245,11 @@ def test_the_system_decides_between_light_and_dark(browser, page):
 
 
 def test_two_thousand_rollouts_open_in_three_seconds(browser, tmp_path):
-    """Each of 24 turns with 20 tokens and 600 characters of a tool's answer: 30 MB in all."""
-    words = "order number cancelled pending user address payment item " * 10
-    call = (f"Calling it now: {words}"[:620],) * 24
+    """Each of 12 turns of 20 tokens, and as many tool answers of 1,000 characters: 30 MB."""
+    call = ToolCall(name="get_order_details", arguments={"order_id": "#W0000000"}, id="call_0")
+    how = {"texts": ("Looking at the order",) * 12, "calls": (call,), "answer": "pending " * 125}
     rollouts = [
-        make_rollout(step=1 + n // 40, group=n // 8 % 5, member=n % 8, texts=call, reward=n % 3 / 2)
+        make_rollout(step=1 + n // 40, group=n // 8 % 5, member=n % 8, reward=n % 3 / 2, **how)
         for n in range(2000)
     ]
     run = write_run(tmp_path, [(r.tokens.policy_versions[-1] + 1, r) for r in rollouts])

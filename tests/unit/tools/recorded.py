@@ -38,6 +38,7 @@ def make_rollout(
     reward: float | None = 1.0,
     status: str = "completed",
     calls: tuple[ToolCall, ...] = (),
+    answer: str = "",
     encode=lambda text: list(text.encode("utf-8", "replace")),
 ) -> Rollout:
     """A rollout of one sampled turn for each text, answered by a tool where it has calls.
@@ -66,7 +67,7 @@ def make_rollout(
         shown = Message(role="assistant", content=text, tool_calls=calls)
         messages.append(message_record(shown) | {"turn": number, "text": text})
         for call in calls:
-            answer = Message(role="tool", content=f"[1, {text!r}]", tool_call_id=call.id)
+            answer = Message(role="tool", content=answer or f"[1, {text!r}]", tool_call_id=call.id)
             messages.append(message_record(answer))
     return Rollout(
         spec=spec,
