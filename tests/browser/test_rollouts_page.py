@@ -118,9 +118,9 @@ def test_hostile_text_stays_text(browser, page):
         assert set(tags) <= allowed
         spelled_out = found.visible(written)
         assert text(browser, "#view h2")[0].startswith(f"text/{spelled_out}")
-        assert spelled_out in text(browser, "#view .user .text")[0]
         assert text(browser, "#view .call-name")[0] == f"tool {spelled_out}"
         sampled = found.visible(written.encode("utf-8", "replace").decode())
+        assert text(browser, "#view .user .text")[0] == f"Hi! {sampled}"
         assert text(browser, "#view .tokens")[0].replace("·", "") == sampled
     assert browser.execute_script("return window.hit") == 0
     assert text(browser, "h1") == [HOSTILE[0]]

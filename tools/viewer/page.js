@@ -40,7 +40,7 @@
     const safety = !row.checked ? "–" : row.violated.length ? `✗ ${row.violated.join(" ")}` : "✓";
     const node = element("tr", { "data-place": row.place, tabindex: "-1", "aria-selected": String(row.place === state.selected) },
       cell("number", String(row.step)),
-      cell("task", ...textNodes(row.task), element("span", { class: "place" }, ` ${row.split === "train" ? "" : row.split} #${row.member}`)),
+      cell("task", ...textNodes(row.task), element("span", { class: "place" }, ` ${row.split === "train" ? "" : `${row.split} `}#${row.member}`)),
       cell("", status(row.status)),
       cell("number", number(row.reward)),
       cell("number", signed(row.advantage)),
