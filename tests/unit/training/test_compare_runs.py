@@ -71,7 +71,7 @@ def test_the_command_prints_a_table_and_writes_json(two, tmp_path):
 
 
 def test_a_run_without_a_step_is_refused(two, tmp_path):
-    with pytest.raises(ValueError, match="no metrics.jsonl"):
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
         compare_runs(two[0], tmp_path)
 
 
