@@ -181,7 +181,7 @@ class Seen(HTMLParser):
             self.blocks.append([tag, dict(attrs), ""])
 
     def handle_data(self, data):
-        if self.cdata_elem is not None:  # inside a script or style
+        if self.cdata_elem in ("script", "style"):
             self.blocks[-1][2] += data
 
 
