@@ -33,7 +33,7 @@ def would_run(target: str, **variables: str) -> list[str]:
 def test_make_test_checks_and_then_tests():
     lines = would_run("test", VENV=".venv")
     checks = [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/pyright"]
-    marks = "not slow and not gpu and not compile and not tau2 and not vllm"
+    marks = "not slow and not gpu and not compile and not tau2 and not vllm and not browser"
     tests = f'.venv/bin/python -m pytest tests -n 2 --dist loadfile -m "{marks}"'
     places = [lines.index(line) for line in (*checks, ".venv/bin/codespell", tests)]
     assert places == sorted(places)
@@ -46,6 +46,8 @@ def test_each_group_of_tests_has_its_command():
     run = ".venv/bin/python -m pytest tests -m"
     assert would_run("test-slow", VENV=".venv")[-1] == f'{run} "slow and not gpu"'
     assert would_run("test-compile", VENV=".venv")[-1] == f'{run} "compile and not gpu"'
+    browser = ".venv/bin/python -m pytest tests/browser -m browser"
+    assert would_run("test-browser", VENV=".venv")[-1] == browser
 
 
 @needs_make
