@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -155,7 +156,8 @@ class Transformers:
             padding = [longest - len(context) for context in contexts]  # on the left
             rows = [[0] * n + c for n, c in zip(padding, contexts, strict=True)]
             mask = [[0] * n + [1] * (longest - n) for n in padding]
-            out = self._model.generate(
+            model: Any = self._model
+            out = model.generate(
                 torch.tensor(rows),
                 attention_mask=torch.tensor(mask),
                 **({"past_key_values": cache} if keep_cache else {}),

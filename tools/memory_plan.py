@@ -95,8 +95,8 @@ def predict(
             plan["allocator"] = resident(setting, part) - process - _peak_of_parts(plan)
             found.append(plan)
     plan = found[-1]
-    if len(found) == 2:
-        (few, more), (small, large) = found, sizes
+    if sizes == SLICES:
+        (few, more), (small, large) = found, SLICES
         plan = {
             name: few[name] + (more[name] - few[name]) * (num_layers - small) // (large - small)
             for name in few

@@ -92,6 +92,9 @@ def _simulation(one: Played, domain: str) -> Any:
         )
         return simulation.model_copy(update={"reward_info": _reward_info(one, simulation, domain)})
     now = datetime.now().isoformat()
+    failed = RewardInfo(  # pyright: ignore[reportCallIssue] (its defaults are pydantic's)
+        reward=0.0, reward_breakdown={}, info={"status": one.status}
+    )
     return SimulationRun(
         id=one.rollout_id,
         task_id=one.task_id,
@@ -101,7 +104,7 @@ def _simulation(one: Played, domain: str) -> Any:
         termination_reason=TerminationReason(_REASONS.get(one.status, "agent_error")),
         agent_cost=0.0,
         user_cost=0.0,
-        reward_info=RewardInfo(reward=0.0, reward_breakdown={}, info={"status": one.status}),
+        reward_info=failed,
         messages=list(one.messages),
         trial=one.trial,
         seed=one.seed,
@@ -127,7 +130,9 @@ def _reward_info(one: Played, simulation: Any, domain: str) -> Any:
         if not raised_in_assertion(error):
             raise
         # The benchmark itself aborts here: an assertion met a database it does not expect.
-        info = RewardInfo(reward=0.0, info={"evaluation_error": str(error)})
+        info = RewardInfo(  # pyright: ignore[reportCallIssue] (its defaults are pydantic's)
+            reward=0.0, info={"evaluation_error": str(error)}
+        )
     if float(info.reward) != one.official:
         raise ValueError(
             f"{one.rollout_id}: the official evaluator gives {info.reward}, recorded is "

@@ -67,8 +67,9 @@ def make_rollout(
         shown = Message(role="assistant", content=text, tool_calls=calls)
         messages.append(message_record(shown) | {"turn": number, "text": text})
         for call in calls:
-            answer = Message(role="tool", content=answer or f"[1, {text!r}]", tool_call_id=call.id)
-            messages.append(message_record(answer))
+            content = answer or f"[1, {text!r}]"
+            reply = Message(role="tool", content=content, tool_call_id=call.id)
+            messages.append(message_record(reply))
     return Rollout(
         spec=spec,
         tokens=ledger.freeze(),
