@@ -139,19 +139,6 @@ def test_errors_are_one_line(capsys, tmp_path):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-QLORA = {
-    "tokens_per_batch": 1024,
-    "rollout.max_tokens": 1024,
-    "rollout.num_workers": 4,
-    "warm_start.max_tokens": 1024,
-    "model._component_": "components.models.smollm2.lora_smollm2",
-    "model.lora_rank": 16,
-    "model.lora_alpha": 32,
-    "model.lora_modules": "[q_proj, k_proj, v_proj, output_proj]",
-    "model.quantize_base": "true",
-}
-
-
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
@@ -159,9 +146,8 @@ QLORA = {
     [
         ("configs/gpt_oss/tiny_mock.yaml", {}),
         ("configs/mock.yaml", {"tokens_per_batch": 2048}),
-        ("configs/retail.yaml", QLORA),
     ],
-    ids=["gpt_oss", "full", "qlora"],
+    ids=["gpt_oss", "full"],
 )
 def test_the_peak_of_a_process(capsys, tmp_path, config, overrides):
     """VmHWM of a process that takes two steps of the whole model."""
