@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # A second `make retail` goes on with the run that is there.
 resume = $(if $(wildcard runs/$(1)/run.json), resume=true)
 
-.PHONY: setup vllm model retail mock
+.PHONY: setup vllm bench-venv model retail mock
 .PHONY: test test-slow test-compile test-tau2 test-vllm test-vllm-user test-browser lint format clean
 
 setup: $(VENV)/.done
@@ -35,6 +35,19 @@ $(VLLM_VENV)/.done:
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),) "$(VLLM)"
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# TRL for tools/bench_training.py, in an environment of its own: it brings other versions along.
+TRL_VENV ?= .venv-trl
+TRL ?= trl==1.16.0
+
+bench-venv: $(TRL_VENV)/.done
+
+$(TRL_VENV)/.done:
+	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TRL_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) "$(TORCH)"
+	$(TRL_VENV)/bin/python -m pip install --quiet "$(TRL)"
 	touch $@
 
 model: setup
@@ -83,4 +96,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV)

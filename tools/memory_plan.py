@@ -5,9 +5,10 @@
     python tools/memory_plan.py --gpt-oss
 
 The model's first layers are built and take steps, with two and with six layers; what they hold and
-allocate grows by the same for every further layer. Each of the two also takes steps in a process
-of its own: what that has resident at its peak beyond the sum of the parts is ``allocator``, freed
-memory that the C library keeps. It grows with the layers, too. The row is as long as
+allocate grows by the same for every further layer. The six also take steps in a process of its own:
+what that has resident at its peak beyond the sum of the parts is ``allocator``, freed memory that
+the C library keeps. It is taken to be the same share of the parts in the whole model: the
+difference of two such processes would carry their noise over many times. The row is as long as
 ``tokens_per_batch`` and the engine's cache is full, as they are at worst in an update. Rollouts,
 a warm start and checkpoints are not in it. ``--measure`` makes the whole model take two steps and
 prints its peak beside the prediction. ``--gpt-oss`` prints tables for LoRA on gpt-oss.
@@ -91,9 +92,9 @@ def predict(
         sizes = SLICES if num_layers > SLICES[-1] else (num_layers,)
         for size in sizes:
             part = slice_directory(source, Path(folder) / str(size), num_layers=size)
-            plan = measure(Update(partial(build, setting.model, str(part)), setting))
-            plan["allocator"] = resident(setting, part) - process - _peak_of_parts(plan)
-            found.append(plan)
+            found.append(measure(Update(partial(build, setting.model, str(part)), setting)))
+        kept = max(0, resident(setting, part) - process - _peak_of_parts(found[-1]))
+        share = kept / _peak_of_parts(found[-1])
     plan = found[-1]
     if sizes == SLICES:
         (few, more), (small, large) = found, SLICES
@@ -103,6 +104,7 @@ def predict(
         }
     plan["head_chunk"] = head_chunk(raw["vocab_size"], setting)
     plan["process"] = process
+    plan["allocator"] = round(share * _peak_of_parts(plan))
     plan["peak"] = process + _peak_of_parts(plan) + plan["allocator"]
     return plan
 

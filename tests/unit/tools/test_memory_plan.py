@@ -11,12 +11,14 @@ from components.models.paths import model_dir
 from components.training.component import build
 from tests.unit.models import tiny
 from tests.unit.models.gpt_oss import tiny as tiny_moe
+from tools import memory_plan
 from tools.make_tiny_gpt_oss import make
 from tools.memory_gpt_oss import longest_row, static_bytes, total
 from tools.memory_plan import HELD, main, predict
 from tools.memory_probe import Setting, Update, measure
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_modules": ["q_proj", "v_proj"]}
+LORA_NODE = LORA | {"_component_": "components.models.smollm2.lora_smollm2"}
 
 
 @pytest.fixture
@@ -52,8 +54,11 @@ def setting(builder, dtype, *, beta=0.01, tokens=512, **settings):
     )
 
 
-def num_layers(directory):
-    return json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+def peak_of(chosen, directory):
+    """What the updates of a directory's model hold and allocate, and the peak of such a process."""
+    found = measure(Update(partial(build, chosen.model, str(directory)), chosen))
+    parts = sum(found[name] for name in HELD) + max(found["row"], found["step"])
+    return found, 1000 + parts * 5 // 4
 
 
 @pytest.mark.parametrize(
@@ -75,21 +80,19 @@ def num_layers(directory):
     ],
     ids=["full", "qlora", "packed"],
 )
-def test_the_plan_is_within_a_tenth_of_the_whole_model(deep, directory, chosen):
-    # Of processes that grow by 3 MB a layer, as read from what each would run.
-    linear = {n: 900_000_000 + 3_000_000 * n for n in (2, 6, 8)}
-    plan = predict(chosen, deep[directory], resident=lambda _, part: linear[num_layers(part)])
-    whole = measure(Update(partial(build, chosen.model, str(deep[directory])), chosen))
+def test_the_plan_is_within_a_tenth_of_the_whole_model(monkeypatch, deep, directory, chosen):
+    # Python takes 1,000 bytes, and the C library keeps a quarter of what the parts are at most.
+    monkeypatch.setattr(memory_plan, "process_bytes", lambda *_: 1000)
+    plan = predict(chosen, deep[directory], resident=lambda _, part: peak_of(chosen, part)[1])
+    whole, peak = peak_of(chosen, deep[directory])
     for name in (*HELD, "gradients"):
         assert plan[name] == whole[name], name  # these are counted: the extrapolation is exact
     for name in ("row", "step"):
         assert plan[name] == pytest.approx(whole[name], rel=0.1), name
     assert plan["row"] > plan["head_chunk"]
-    held = sum(whole[name] for name in HELD)
-    peak = held + max(whole["row"], whole["step"])
-    unexplained = plan["process"] + plan["allocator"]
-    assert plan["peak"] - unexplained == pytest.approx(peak, rel=0.1)
-    assert plan["peak"] == pytest.approx(linear[8], rel=0.01)
+    assert plan["process"] == 1000
+    assert plan["allocator"] == pytest.approx(0.2 * plan["peak"], rel=0.02)
+    assert plan["peak"] == pytest.approx(peak, rel=0.1)
     assert (whole["reference"] > 0) == (chosen.beta > 0)
 
 
@@ -146,8 +149,13 @@ def test_errors_are_one_line(capsys, tmp_path):
     [
         ("configs/gpt_oss/tiny_mock.yaml", {}),
         ("configs/mock.yaml", {"tokens_per_batch": 2048}),
+        ("configs/retail.yaml", {"tokens_per_batch": 2048, "model": LORA_NODE}),
+        (
+            "configs/retail.yaml",
+            {"tokens_per_batch": 2048, "model": LORA_NODE | {"quantize_base": True}},
+        ),
     ],
-    ids=["gpt_oss", "full"],
+    ids=["gpt_oss", "full", "lora", "qlora"],
 )
 def test_the_peak_of_a_process(capsys, tmp_path, config, overrides):
     """VmHWM of a process that takes two steps of the whole model."""
@@ -156,7 +164,10 @@ def test_the_peak_of_a_process(capsys, tmp_path, config, overrides):
         overrides = overrides | {
             "model_dir": make(tmp_path / "tiny-gpt-oss", tokenizer_dir=tokenizer_dir)
         }
-    settings = [f"{name}={value}" for name, value in overrides.items()]
+    settings = [
+        f"{name}={json.dumps(value) if isinstance(value, dict) else value}"
+        for name, value in overrides.items()
+    ]
     assert main(["--config", config, *settings, "--measure", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["peak"] == pytest.approx(plan["measured"], rel=0.1)

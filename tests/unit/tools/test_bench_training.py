@@ -1,0 +1,106 @@
+"""The arithmetic of the benchmark of updates, by hand, and that its arms do the same work."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from components.models.decoder import ModelConfig
+from tests.unit.models import tiny
+from tools import bench_training
+from tools.bench_training import main, matmul_share, ratio
+from tools.bench_training_job import Job, read_job, rollouts
+from tools.bench_training_ours import flops, product_rate, rows_of, run
+
+CONFIG = ModelConfig(
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    embed_dim=24,
+    ffn_dim=40,
+    vocab_size=300,
+    max_positions=256,
+    rope_base=1e4,
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+
+
+def job(arm, *, model="", responses=(2, 3), vocab_size=300):
+    prompt, answers, rewards = rollouts(prompt=5, responses=list(responses), vocab_size=vocab_size)
+    return Job(
+        arm=arm,
+        model=str(model),
+        prompt=prompt,
+        responses=answers,
+        rewards=rewards,
+        dtype="fp32",
+        num_updates=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arm", "lengths"),
+    [
+        # The last token of each rollout predicts nothing; the prompt's last is in each branch.
+        ("tree", [4 + (1 + 1) + (1 + 2)]),
+        ("packed", [5 + 1 + 5 + 2]),
+        ("padded", [8, 8]),
+    ],
+)
+def test_rows_of_an_arm(arm, lengths):
+    rows = rows_of(job(arm))
+    assert [len(row.tokens) for row in rows] == lengths
+    assert sum(len(row.index) for row in rows) == 5
+    assert sorted(a for row in rows for a in row.advantages.tolist()) == [-0.5] * 2 + [0.5] * 3
+
+
+def test_flops_by_hand():
+    found = flops(CONFIG, rows_of(job("tree")))
+    weights = 24 * 32 + 2 * 24 * 16 + 32 * 24 + 3 * 24 * 40
+    assert found["layers"] == 2 * 3 * weights * 2 * 9
+    pairs = (1 + 2 + 3 + 4) + (5 + 6) + (5 + 6 + 7)
+    assert found["attention"] == 3 * 2 * 2 * 32 * pairs * 2  # scores and values, two layers
+    assert found["head"] == 2 * 3 * 24 * 300 * 5
+
+
+def test_a_share_is_flops_over_time_over_the_rate_of_the_products():
+    arm = {"flops": {"a": 60.0, "b": 40.0}, "wall_s": [4.0, 2.0, 3.0]}
+    arm["product_flops_per_s"] = [50.0, 150.0]
+    assert matmul_share(arm) == pytest.approx(100 / 3 / 100)
+    arms = {"trl": {"wall_s": [9.0]}, "tree": arm}
+    assert ratio(arms, "trl", "tree") == 3.0
+    assert ratio(arms, "packed", "tree") is None
+    assert product_rate(CONFIG, tokens=16, dtype=torch.float32) > 0
+
+
+def test_the_arms_take_the_same_update(tmp_path):
+    """Equal gradients over two updates: what is timed is equal work."""
+    model = tiny.write(tmp_path / "model", state=tiny.tensors())
+    (model / "config.json").write_text(json.dumps(tiny.CONFIG | {"vocab_size": 50}))
+    norms = []
+    for arm in ("tree", "packed", "padded"):
+        orders = job(arm, model=model, vocab_size=150)
+        orders = replace(
+            orders,
+            prompt=[i % 50 for i in orders.prompt],
+            responses=[[i % 50 for i in ids] for ids in orders.responses],
+        )
+        found = run(read_job(orders.write(tmp_path / "job.json")))
+        assert len(found["wall_s"]) == 2
+        norms.append(found["grad_norm"])
+    assert norms[0][0] > 0
+    assert norms[0] != pytest.approx(norms[0][::-1], rel=1e-5)  # the first update did something
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_without_trl(tmp_path, capsys, monkeypatch):
+    absent = tmp_path / "python"
+    assert main(["--trl-python", str(absent)]) == 1
+    assert "make bench-venv" in capsys.readouterr().err
+    monkeypatch.setattr(bench_training, "model_dir", lambda _: tmp_path / "absent")
+    with pytest.raises(FileNotFoundError):
+        main(["--without-trl", "--quick"])
