@@ -95,6 +95,7 @@ class Bench:
             rewards=rewards,
             dtype=self.dtype,
             num_updates=num_updates,
+            product_rates=workload == "1k_64",
         )
 
     def ours(self, workload: str, arm: str, *, num_updates: int) -> None:
@@ -165,7 +166,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     start = time.perf_counter()
     for workload in ("1k_64", "5k_512"):
         once = workload == "5k_512"
-        bench.ours(workload, "tree", num_updates=1 if once and bench.quick else 2)
+        bench.ours(workload, "tree", num_updates=1 if once and bench.quick else 3)
         bench.trl(workload, num_updates=1 if once or bench.quick else 2)
         if once:
             bench.ours(workload, "packed", num_updates=1)

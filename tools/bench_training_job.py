@@ -37,6 +37,8 @@ class Job:
     """TRL: rollouts of a forward pass."""
     checkpoint_activations: bool = False
     """TRL: gradient_checkpointing."""
+    product_rates: bool = False
+    """Ours: also time the model's matrix products, before the updates and after."""
 
     def write(self, path: Path) -> Path:
         """To JSON."""

@@ -196,14 +196,15 @@ def run(job: Job) -> dict[str, object]:
 
     step(WARM_UP_TOKENS)
     size = max(len(row.tokens) for row in rows_of(job))
-    rates = [product_rate(model.config, tokens=size, dtype=dtype)]
+    rate = partial(product_rate, model.config, tokens=size, dtype=dtype)
+    rates = [rate()] if job.product_rates else []
     watch, norms, rows = Stopwatch(), [], []
     for _ in range(job.num_updates):
         watch.start()
         norm, rows = step()
         watch.stop()
         norms.append(norm)
-    rates.append(product_rate(model.config, tokens=size, dtype=dtype))
+    rates += [rate()] if job.product_rates else []
     return {
         "wall_s": watch.wall_s,
         "cpu_s": watch.cpu_s,

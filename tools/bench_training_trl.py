@@ -88,7 +88,7 @@ def train(job: Job, output_dir: str) -> Clock:
         lr_scheduler_type="constant",
         max_grad_norm=MAX_GRAD_NORM,
         weight_decay=0.0,
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
         beta=0.0,
         epsilon=EPS,
         scale_rewards="none",  # its standard deviation is the sample's, ours the population's

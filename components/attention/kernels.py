@@ -19,6 +19,11 @@ from components.attention.parts import BAND, CAUSAL, Part
 
 _aten = torch.ops.aten
 
+FEW_ROWS = 200
+"""Below so many queries the CPU's backward kernel is faster in fp32 than in 16 bits: 0.20 ms for 64
+causal rows of 9 heads of 64 instead of 0.72, on 2 cores with AVX512-BF16; 1.52 for 200 instead of
+2.06."""
+
 
 def check_supported(q: Tensor) -> None:
     """Raise where no kernel here can take ``q``.
@@ -116,10 +121,12 @@ def part_backward(
         scale: factor on the scores.
 
     Returns:
-        ``dq, dk, dv`` in the shapes of q, k, v.
+        ``dq, dk, dv`` in the shapes of q, k, v; in fp32 if the part has few rows on a CPU.
     """
     causal = part.kind == CAUSAL
     if q.device.type == "cpu":
+        if q.shape[2] < FEW_ROWS and q.dtype.itemsize < 4:
+            grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
         mask = _band(part, window, q.dtype) if part.kind == BAND else None
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
