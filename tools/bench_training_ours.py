@@ -8,6 +8,7 @@ loss, backward, clipping, AdamW on fp32 master weights, and the weights in the m
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -47,8 +48,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LONGEST_ROW = 16384
 LOGPROB_CHUNK = 256
 WARM_UP_TOKENS = 8
-PROBES = 3
-"""Times that each product is taken, before the updates and after; the fastest counts."""
+PROBES = 5
+"""Times that each product is taken, before the updates and after; the median counts."""
 
 
 def rows_of(job: Job, *, cut: int | None = None) -> list[PackedBatch]:
@@ -150,7 +151,7 @@ def product_rate(config: ModelConfig, *, tokens: int, dtype: torch.dtype) -> flo
         products = (partial(torch.mm, x, weight.T), partial(torch.mm, grad, weight))
         for product in (*products, partial(torch.mm, grad.T, x)):
             product()
-            seconds += many * min(_seconds(product) for _ in range(PROBES))
+            seconds += many * statistics.median(_seconds(product) for _ in range(PROBES))
             total += many * 2.0 * num * rows * columns
     return total / seconds
 

@@ -177,7 +177,8 @@ def _weight_grad(
 ) -> Tensor:
     """Gradient of the weight [V, D], accumulated in fp32, from logits that are recomputed."""
     factor = grad_logprobs / temperature
-    grad = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+    make = torch.empty if len(hidden) else torch.zeros  # the first chunk writes, others add
+    grad = make(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
     buffers = _buffers(hidden, weight, chunk_size, count=1 + (grad_entropy is not None))
     for start in range(0, len(hidden), chunk_size):
         rows = slice(start, start + chunk_size)
@@ -185,14 +186,16 @@ def _weight_grad(
         logp = _logits(h, weight, temperature, out=buffers[0]).sub_(lse[rows, None])
         p = torch.exp(logp, out=buffers[-1][: len(logp)])  # in place unless logp is needed
         if grad_entropy is not None:
-            pull = logp.add_(entropy[rows, None]).mul_(grad_entropy[rows, None] / temperature)
-            p = p.mul_(pull.add_(scale))
+            pull = logp.add_(entropy[rows, None]).mul_(grad_entropy[rows, None] / -temperature)
+            p = p.mul_(pull.sub_(scale))
         else:
-            p = p.mul_(scale)
+            p = p.mul_(-scale)
         if grad.dtype == weight.dtype:
-            grad.addmm_(p.t(), h, alpha=-1)
+            grad.addmm_(p.t(), h, beta=0 if start == 0 else 1)
+        elif start == 0:
+            grad.copy_(torch.mm(p.t().to(h.dtype), h))
         else:
-            grad.sub_(torch.mm(p.t().to(h.dtype), h))
+            grad.add_(torch.mm(p.t().to(h.dtype), h))
         grad.index_add_(0, targets[rows], h.to(grad.dtype) * scale)
     return grad.to(weight.dtype)
 
