@@ -263,8 +263,8 @@ class GRPOAgentic:
                 self._evaluate_if_due()
             self._save(loader_state)
         except (StopRequested, GuardStop) as stop:
-            # A step under way was given up before its optimizer step.
-            self._save(loader_state)
+            self._save(loader_state)  # a step under way was given up before its optimizer step
+            self.checkpoints.wait()
             self.say(f"stopped after step {self.step}; go on with resume=true")
             if isinstance(stop, GuardStop):
                 raise

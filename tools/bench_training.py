@@ -17,7 +17,7 @@ are wall clock, and a ratio is of medians.
 TRL runs with the settings that suit it best here: of the ways to split the group over forward
 passes that are tried (``--quick``: one), the fastest counts. ``--quick`` gives the 5k workload to
 the model's first eight layers, in all arms; TRL's update of it takes too long otherwise.
-The gradient norms of all arms are in the JSON: equal work gives equal ones.
+Arms whose first gradient norms differ by more than 5 % have not done the same work: an error.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from tools.memory_probe import slice_directory
 
 GROUP = 8
 QUICK_LAYERS = 8
+SAME_STEP = 1.05
+"""Gradient norms of two arms may differ by this factor: they round in 16 bits."""
 ROOT = Path(__file__).parents[1]
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 WORKLOADS = {
@@ -128,6 +130,9 @@ class Bench:
 
     def _keep(self, workload: str, arm: str, found: dict[str, Any]) -> None:
         self.found[workload][arm] = found
+        norms = {name: each["grad_norm"][0] for name, each in self.found[workload].items()}
+        if max(norms.values()) > SAME_STEP * min(norms.values()):
+            raise RuntimeError(f"{workload}: gradient norms {norms} are not of the same step")
         times = ", ".join(f"{x:.1f}" for x in found["wall_s"])
         print(f"{workload:<9} {arm:<7} {times} s", flush=True)
 

@@ -127,7 +127,7 @@ def _layer_weights(config: ModelConfig) -> int:
     return sum(rows * columns * many for rows, columns, many in _shapes(config))
 
 
-def product_rate(config: ModelConfig, *, tokens: int, dtype: torch.dtype) -> float:
+def product_rate(config: ModelConfig, *, tokens: int, trained: int, dtype: torch.dtype) -> float:
     """FLOP/s of the model's own matrix products, each weighted by its share of the work.
 
     All FLOPs of an update's products over the seconds that they take by themselves: each
@@ -137,12 +137,14 @@ def product_rate(config: ModelConfig, *, tokens: int, dtype: torch.dtype) -> flo
     Args:
         config: of the model.
         tokens: in a row.
+        trained: of them, with logits.
         dtype: of the products.
     """
     cases = [
         (tokens, rows, columns, many * config.num_layers) for rows, columns, many in _shapes(config)
     ]
-    cases.append((LOGPROB_CHUNK, config.embed_dim, config.vocab_size, 1))
+    chunks = -(-trained // LOGPROB_CHUNK)
+    cases.append((min(LOGPROB_CHUNK, trained), config.embed_dim, config.vocab_size, chunks))
     total = seconds = 0.0
     for num, rows, columns, many in cases:
         x = torch.randn(num, rows, dtype=dtype)
@@ -196,8 +198,14 @@ def run(job: Job) -> dict[str, object]:
         return metrics["train/grad_norm"], rows
 
     step(WARM_UP_TOKENS)
-    size = max(len(row.tokens) for row in rows_of(job))
-    rate = partial(product_rate, model.config, tokens=size, dtype=dtype)
+    longest = max(rows_of(job), key=lambda row: len(row.tokens))
+    rate = partial(
+        product_rate,
+        model.config,
+        tokens=len(longest.tokens),
+        trained=len(longest.index),
+        dtype=dtype,
+    )
     rates = [rate()] if job.product_rates else []
     watch, norms, rows = Stopwatch(), [], []
     for _ in range(job.num_updates):

@@ -88,13 +88,18 @@ class Guards:
         self._norms: list[float] = []
         self._rewards: list[float] = []
         self._skips_in_a_row = 0
+        self._stop: GuardStop | None = None
+
+    def stop_after_step(self, stop: GuardStop) -> None:
+        """End the run after this step, of which earlier updates have changed the weights."""
+        self._stop = stop
 
     def allow(self, metrics: Mapping[str, float]) -> bool:
         """Whether the optimizer may take the step that gave these metrics.
 
         Args:
             metrics: of the update, those of all ranks: ``loss/total``, ``train/grad_norm``,
-                ``policy/entropy``, ``mismatch/kl`` and others.
+                ``policy/entropy``, ``mismatch/kl`` and others; what is absent is not looked at.
 
         Raises:
             GuardStop: a guard with the action ``stop`` found something, or too many updates in a
@@ -112,7 +117,7 @@ class Guards:
                 f"guards.max_skips = {self._max_skips}: {self._skips_in_a_row} updates in a row "
                 f"were to be skipped, the last because {found[-1][1]}"
             )
-        if not skip and self._grad_spike is not None:
+        if not skip and self._grad_spike is not None and "train/grad_norm" in metrics:
             self._norms = [*self._norms, metrics["train/grad_norm"]][-self._grad_spike.window :]
         return not skip
 
@@ -123,7 +128,7 @@ class Guards:
         if wrong:  # the other guards compare numbers
             found.append((self.non_finite, f"not finite: {wrong}"))
             return found
-        spike, norm = self._grad_spike, metrics["train/grad_norm"]
+        spike, norm = self._grad_spike, metrics.get("train/grad_norm", 0.0)
         if spike is not None and len(self._norms) == spike.window:
             usual = statistics.median(self._norms)
             if norm > spike.factor * usual:
@@ -148,8 +153,11 @@ class Guards:
                 failed has none, and does not count.
 
         Raises:
-            GuardStop: the reward was flat for too long and the action is ``stop``.
+            GuardStop: the reward was flat for too long and the action is ``stop``, or a later
+                update of the step was refused.
         """
+        if self._stop is not None:
+            raise self._stop
         flat = self._flat_reward
         if flat is None or "reward/mean" not in metrics:
             return

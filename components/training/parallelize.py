@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 from components.models.decoder import PolicyModel, check_offload
 from components.models.nf4 import is_nf4
 from components.training.compiled import Compile, compile_layers
+
+SLOWEST_RANK = timedelta(hours=6)
+"""How long ranks wait for one whose rollouts take longer. torch's own 10 to 30 minutes would end a
+run of long episodes; a rank that dies is noticed by the launcher at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,8 @@ def init_world(device: str) -> World:
         torch.cuda.set_device(target)
     if size > 1:
         # gloo for shards that are offloaded to the host: nccl takes no CPU tensors.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=SLOWEST_RANK)
     return World(rank=rank, size=size, device=target)
 
 
@@ -111,6 +117,11 @@ class Sharding:
         Raises:
             ValueError: naming the setting, its value and what is allowed.
         """
+        if self.shard_size is not None and world.size == 1:
+            raise ValueError(
+                f"sharding.shard_size = {self.shard_size}: nothing is sharded on one rank; set it "
+                "to null, or start several with --nproc_per_node"
+            )
         if self.shard_size is not None and world.size % self.shard_size:
             raise ValueError(
                 f"sharding.shard_size = {self.shard_size}: must divide the number of ranks, "

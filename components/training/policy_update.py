@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ from components.rl.forward import packed_logprobs
 from components.rl.importance import mismatch
 from components.rl.objective import Objective, count
 from components.rl.packing import PackedBatch
-from components.training.guards import Guards
+from components.training.guards import Guards, GuardStop
 from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
-from components.training.update import UpdateTotals, check_finite
+from components.training.update import UpdateTotals, dump_rows
 
 Rows = Sequence[tuple[PackedBatch, MaskPlan]]
-IsFinite = Callable[[Mapping[str, float]], bool]
-"""Stops the run when one of some named values is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +126,13 @@ class PolicyUpdate:
         """
         self._optimizer.zero_grad(set_to_none=True)  # what a batch that was given up left behind
         state = [_Row(batch=batch, plan=plan) for batch, plan in rows]
-        is_finite = partial(self._is_finite, rows=rows, dump=dump)
         if self._objective.importance.masks:
-            self._mask(state, check_stop, is_finite)
+            self._mask(state, check_stop)
         denominator = self._denominator(state)
         if denominator == 0.0:
-            return {"importance/masked_frac": 1.0}, None
+            metrics = {"importance/masked_frac": 1.0, **self._mismatch(state)}
+            self._guards.allow(metrics)
+            return metrics, None
         found: list[dict[str, float]] = []
         own: dict[str, float] = {}
         for number in range(self._settings.updates_per_batch):
@@ -142,10 +140,17 @@ class PolicyUpdate:
             for row in state:
                 if number == 0:
                     check_stop()
-                self._backward(row, denominator, totals, is_finite)
+                self._backward(row, denominator, totals)
             if number == 0:
                 own = model_metrics()
-            found.append(self._step(totals, is_finite))
+            try:
+                found.append(self._step(totals, rows=rows, dump=dump))
+            except GuardStop as stop:
+                if number == 0:
+                    raise
+                self._guards.stop_after_step(stop)
+                self._optimizer.zero_grad(set_to_none=True)
+                break
         if len(found) > 1:
             self._model.step_metrics()  # what the later updates counted is not the next step's
         means = {name: sum(m[name] for m in found) / len(found) for name in found[0]}
@@ -167,9 +172,7 @@ class PolicyUpdate:
             entropy_grad=entropy_grad,
         )
 
-    def _mask(
-        self, state: Sequence[_Row], check_stop: Callable[[], None], is_finite: IsFinite
-    ) -> None:
+    def _mask(self, state: Sequence[_Row], check_stop: Callable[[], None]) -> None:
         """Decide which tokens are in the loss.
 
         A pass of its own: the denominator, which they change, must be known before any backward.
@@ -178,8 +181,19 @@ class PolicyUpdate:
             check_stop()
             with torch.no_grad():
                 row.before = self.logprobs(row.batch, row.plan)[0]
-            if is_finite({"trainer_logprobs": float(row.before.sum())}):
+            if bool(row.before.isfinite().all()):
                 row.keep = self._objective.keep(row.before, row.batch)
+
+    def _mismatch(self, state: Sequence[_Row]) -> dict[str, float]:
+        """Between trainer and generator, where no token is left in the loss. Collective."""
+        gaps = [
+            mismatch(row.before, row.batch.generator_logprobs)
+            for row in state
+            if row.before is not None
+        ]
+        kl, num = self._world.sum([sum(g.kl_sum for g in gaps), sum(g.num_tokens for g in gaps)])
+        worst = max((g.logprob_diff_max for g in gaps), default=0.0)
+        return {"mismatch/kl": kl / num, "mismatch/logprob_diff_max": self._world.max([worst])[0]}
 
     def _denominator(self, state: Sequence[_Row]) -> float:
         """That of all rows of all ranks. Collective."""
@@ -189,9 +203,7 @@ class PolicyUpdate:
             num_tokens=num_tokens, num_rollouts=num_rollouts
         )
 
-    def _backward(
-        self, row: _Row, denominator: float, totals: UpdateTotals, is_finite: IsFinite
-    ) -> None:
+    def _backward(self, row: _Row, denominator: float, totals: UpdateTotals) -> None:
         """Add the gradient of one row, and count it."""
         batch, bonus = row.batch, self._objective.entropy_bonus > 0.0
         if self._reference is not None and row.reference is None:
@@ -200,7 +212,7 @@ class PolicyUpdate:
         logprobs, entropy = self.logprobs(batch, row.plan, entropy_grad=bonus)
         if row.before is None:
             row.before = logprobs.detach()
-        if not is_finite({"trainer_logprobs": float(row.before.sum())}):
+        if not bool(row.before.isfinite().all() and logprobs.isfinite().all()):
             # Every rank goes through all backward passes; the guard sees the loss of all.
             (logprobs.sum() * math.nan).backward()
             totals.add_not_finite(num_tokens=logprobs.numel())
@@ -221,21 +233,21 @@ class PolicyUpdate:
         gap = mismatch(row.before, batch.generator_logprobs)
         totals.add(out, entropy=entropy, gap=gap, num_capped=num_capped)
 
-    def _step(self, totals: UpdateTotals, is_finite: IsFinite) -> dict[str, float]:
-        """One optimizer step, unless a number is not finite. Collective."""
+    def _step(self, totals: UpdateTotals, *, rows: Rows, dump: Path) -> dict[str, float]:
+        """One optimizer step, unless a guard refuses it. Collective."""
         metrics = totals.metrics(self._world)
         params = self._masters.parameters()
         metrics["train/grad_norm"] = clip_grad_norm(params, self._settings.max_grad_norm)
-        is_finite(metrics)
+        if self._guards.non_finite == "stop" and not all(map(math.isfinite, metrics.values())):
+            dump_rows(rows, dump)
+            wrong = {n: v for n, v in metrics.items() if not math.isfinite(v)}
+            raise GuardStop(
+                f"{wrong} not finite: the weights are those before this update; its batch "
+                f"is in {dump}"
+            )
         allowed = self._guards.allow(metrics)
         if allowed:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._masters.publish()
         return metrics | {"guard/skipped": float(not allowed)}
-
-    def _is_finite(self, values: Mapping[str, float], *, rows: Rows, dump: Path) -> bool:
-        """Whether numbers are finite; where that ends the run, an error and a dump of the rows."""
-        if self._guards.non_finite == "stop":
-            check_finite(values, rows, dump)
-        return all(map(math.isfinite, values.values()))

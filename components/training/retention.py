@@ -70,6 +70,9 @@ def prune(output_dir: Path, retention: Retention) -> None:
     """
     if retention.keep_last <= 0:
         return
+    for _, path in numbered(output_dir):
+        if not (path / MANIFEST).exists():  # killed between the two lines at the end
+            remove_tree(path / "resume")
     # The newest first.
     whole = [(step, path) for step, path in numbered(output_dir) if is_whole(path)]
     kept = {step for step, _ in whole[: retention.keep_last]}

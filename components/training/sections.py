@@ -245,6 +245,18 @@ def update_options(cfg: Mapping[str, Any]) -> list[str]:
             f"importance.cap = {cap}: ratio = generator holds this weight in its ratio already, "
             "it would count twice; must be null"
         )
+    rollout, tokens = cfg["rollout"], cfg["tokens_per_batch"]
+    if rollout["group_size"] < 2:
+        problems.append(
+            f"rollout.group_size = {rollout['group_size']}: an advantage compares rollouts of one "
+            "task; must be at least 2"
+        )
+    most = cfg["tasks_per_step"] * rollout["group_size"] * rollout["max_tokens"]
+    if tokens > most:
+        problems.append(
+            f"tokens_per_batch = {tokens}: the rollouts of a step have {most} tokens at most "
+            "(tasks_per_step x rollout.group_size x rollout.max_tokens); must not be more"
+        )
     return problems
 
 

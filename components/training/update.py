@@ -147,27 +147,10 @@ def why_nothing_changed(metrics: Mapping[str, float]) -> str:
     )
 
 
-def check_finite(
-    values: Mapping[str, float], rows: Sequence[tuple[PackedBatch, MaskPlan]], dump: Path
-) -> None:
-    """Stop before a bad step reaches the weights; keep what led to it.
-
-    Args:
-        values: metrics by name.
-        rows: of the step.
-        dump: where they go if a value is not finite.
-
-    Raises:
-        FloatingPointError: naming the metrics that are not finite and the file with the batch.
-    """
-    wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
-    if not wrong:
-        return
+def dump_rows(rows: Sequence[tuple[PackedBatch, MaskPlan]], path: Path) -> None:
+    """Keep the rows that led to numbers that are not finite, for ``torch.load``."""
     columns = ("tokens", "position", "index", "targets", "advantages", "generator_logprobs")
-    torch.save([{name: getattr(b, name).cpu() for name in columns} for b, _ in rows], dump)
-    raise FloatingPointError(
-        f"{wrong} not finite: the weights are those before this update; its batch is in {dump}"
-    )
+    torch.save([{name: getattr(b, name).cpu() for name in columns} for b, _ in rows], path)
 
 
 def logprob_gain(new: Tensor, old: Tensor, batch: PackedBatch, world: World) -> dict[str, float]:

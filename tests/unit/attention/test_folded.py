@@ -5,7 +5,7 @@ import torch
 
 from components.attention.folded import _folded, flash_forward, folded_attention
 from components.attention.masks import document_tree
-from components.attention.plan import MaskPlan
+from components.attention.plan import MaskPlan, parts_of
 
 from .cases import inputs, oracle, random_tree, visible
 
@@ -101,9 +101,16 @@ def test_fp32(window, prefix):
     assert max(got) < 2e-6
 
 
-def test_bf16_is_no_worse_than_plain_flash():
-    """Merged over many key sets, against one kernel call with a dense mask on the same problem."""
-    tree = random_tree(5, num_nodes=8, max_len=80)
+@pytest.mark.parametrize(("num_nodes", "max_len"), [(8, 80), (3, 600)], ids=["short", "long"])
+def test_bf16_is_no_worse_than_plain_flash(num_nodes, max_len):
+    """Merged over many key sets, against one kernel call with a dense mask on the same problem.
+
+    Short parts go backward in fp32, those of 200 rows and more in bf16.
+    """
+    tree = random_tree(5, num_nodes=num_nodes, max_len=max_len)
+    if max_len > 80:
+        parts = parts_of(MaskPlan.from_tree(tree).chains, window=None, prefix=0)
+        assert max(part.q1 - part.q0 for part in parts) > 200
     mask = visible(tree, window=None, prefix=0)
     q, k, v, s, grad = inputs(len(tree), dtype=torch.bfloat16, head_dim=64)
 

@@ -117,6 +117,7 @@ def test_offloading_without_cuda_is_refused_before_the_run(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_offloaded_activations_give_the_same_gradients(tmp_path, recompute):
     directory = tiny.write(tmp_path / "offload")
@@ -125,7 +126,7 @@ def test_offloaded_activations_give_the_same_gradients(tmp_path, recompute):
     for offload in (False, True):
         model = smollm2(
             directory,
-            dtype=torch.float32,
+            dtype=torch.bfloat16,
             backend="folded",
             checkpoint_activations=recompute,
             offload_activations=offload,

@@ -189,6 +189,18 @@ def test_zero_keeps_every_resume_state(tmp_path):
     assert all(checkpoint.is_whole(tmp_path / f"step_{step}") for step in (1, 2, 3))
 
 
+def test_what_a_kill_left_of_a_dropped_checkpoint_goes_at_the_next_save(tmp_path):
+    """Killed after the manifest went and before ``resume`` did."""
+    for step in (1, 2):
+        save(tmp_path, step, keep=3)
+    (tmp_path / "step_1" / MANIFEST).unlink()
+    save(tmp_path, 3, keep=2)
+    assert not (tmp_path / "step_1" / "resume").exists()
+    assert list((tmp_path / "step_1").iterdir())  # the model stays
+    for step in (2, 3):
+        assert (tmp_path / f"step_{step}" / "resume").exists()
+
+
 def test_a_torn_newer_checkpoint_does_not_push_out_the_one_just_written(tmp_path):
     save(tmp_path, 2)
     cut_file(save(tmp_path, 4, keep=0))

@@ -96,6 +96,7 @@ def test_copies_of_shards_give_the_gradients_of_all_ranks_together(tmp_path):
 @pytest.mark.parametrize(
     ("sharding", "ranks", "device", "message"),
     [
+        (Sharding(shard_size=1), 1, "cpu", r"sharding\.shard_size = 1: nothing is sharded"),
         (Sharding(shard_size=3), 4, "cpu", r"sharding\.shard_size = 3: must divide .* 4"),
         (Sharding(cpu_offload=True), 2, "cpu", r"cpu_offload = true: needs device cuda"),
         (Sharding(cpu_offload=True), 1, "cuda", r"cpu_offload = true: needs FSDP2"),

@@ -158,7 +158,7 @@ def test_masked_tokens_are_counted_and_when_all_are_nothing_changes(model, tmp_p
         rows(model, logprob=-12.0),
         tmp_path,
     )
-    assert metrics == {"importance/masked_frac": 1.0}
+    assert metrics["importance/masked_frac"] == 1.0
     assert first is None
     assert same(before, weights(model))
     wide = Importance(mask_above=1e6, cap=2.0)
@@ -188,7 +188,7 @@ def test_numbers_that_are_not_finite_stop_the_run(model, tmp_path):
     with torch.no_grad():
         model.norm.scale[0] = math.nan
     before = weights(model)
-    with pytest.raises(FloatingPointError, match="trainer_logprobs"):
+    with pytest.raises(GuardStop, match="loss/total"):
         take(update(model), rows(model), tmp_path)
     assert (tmp_path / "dump.pt").is_file()
     assert torch.equal(before["layers.0.attn.q_proj.weight"], model.layers[0].attn.q_proj.weight)
@@ -205,7 +205,7 @@ def test_a_row_that_is_not_finite_ends_the_run_or_is_left_out(model, tmp_path):
         now = weights(model)
         return all(torch.equal(now[n].nan_to_num(9), poisoned[n].nan_to_num(9)) for n in good)
 
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(GuardStop, match=r"not finite: the weights .*; its batch is in .*dump.pt"):
         take(update(model), batch_rows, tmp_path)
     assert unchanged()
     assert (tmp_path / "dump.pt").exists()
@@ -243,3 +243,45 @@ def test_a_skipped_update_leaves_weights_and_gradients_clean(model, tmp_path):
     with pytest.raises(GuardStop, match="mismatch/kl"):
         take(stopping, rows(model), tmp_path)
     assert same(good, weights(model))
+
+
+def test_a_later_update_that_is_refused_stops_the_run_after_the_step(model, tmp_path):
+    """The first has changed the weights: a checkpoint of the step before would not be one."""
+    guards = Guards(mismatch=MismatchLimit(above=1e9, action="stop"))
+    policy_update = update(model, lr=1e3, updates_per_batch=3, guards=guards)
+    before, batch_rows = weights(model), rows(model)
+    seen = []
+
+    def refuse_the_second(metrics):
+        seen.append(metrics["train/grad_norm"])
+        if len(seen) == 2:
+            raise GuardStop("the second")
+        return True
+
+    guards.allow = refuse_the_second
+    metrics, first = take(policy_update, batch_rows, tmp_path)
+    assert len(seen) == 2
+    assert metrics["train/grad_norm"] == seen[0]
+    assert first is not None
+    assert not same(before, weights(model))
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(GuardStop, match="the second"):
+        guards.after_step({"reward/mean": 0.0})
+
+
+def test_a_batch_that_is_masked_as_a_whole_is_seen_by_the_guards(model, tmp_path):
+    """The worst mismatch leaves no token in the loss."""
+    importance = Importance(cap=None, mask_below=0.5, mask_above=2.0)
+    batch_rows = rows(model, logprob=-0.001)
+    before = weights(model)
+    metrics, first = take(update(model, importance=importance), batch_rows, tmp_path)
+    assert first is None
+    with torch.no_grad():
+        trainer = torch.cat([update(model).logprobs(*row)[0] for row in batch_rows]).double()
+    gap = trainer + 0.001
+    assert metrics["mismatch/kl"] == pytest.approx(float((gap.expm1() - gap).mean()), rel=1e-5)
+    assert metrics["mismatch/logprob_diff_max"] == pytest.approx(float(gap.abs().max()), rel=1e-5)
+    guards = Guards(mismatch=MismatchLimit(above=0.05, action="stop"))
+    with pytest.raises(GuardStop, match="mismatch/kl"):
+        take(update(model, importance=importance, guards=guards), batch_rows, tmp_path)
+    assert same(before, weights(model))
