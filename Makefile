@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 resume = $(if $(wildcard runs/$(1)/run.json), resume=true)
 
 .PHONY: setup vllm model retail mock
-.PHONY: test test-slow test-compile test-tau2 test-vllm-user lint format clean
+.PHONY: test test-slow test-compile test-tau2 test-vllm test-vllm-user test-browser lint format clean
 
 setup: $(VENV)/.done
 
@@ -47,7 +47,7 @@ mock: model
 	$(BIN)/tune run recipes/grpo_agentic.py --config configs/mock.yaml$(call resume,mock)
 
 test: model lint
-	$(BIN)/python -m pytest tests -m "not slow and not gpu and not compile and not tau2 and not vllm"
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m "not slow and not gpu and not compile and not tau2 and not vllm and not browser"
 
 test-slow: model
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
@@ -59,9 +59,18 @@ test-compile: model
 test-tau2: setup
 	$(BIN)/python -m pytest tests/parity tests/unit/envs -m tau2
 
+# SmolLM2 behind a real vLLM server is the policy: three steps of mock, and weights that do not arrive.
+test-vllm: model vllm
+	VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm/test_engine.py -m vllm
+
 # SmolLM2 behind a real vLLM server plays the user of tau2-bench.
 test-vllm-user: model vllm
 	VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm/test_user.py -m vllm
+
+# The page of tools/view_rollouts.py in headless Chromium; on Debian: apt-get install chromium chromium-driver
+test-browser: setup
+	$(BIN)/python -m pip install --quiet "selenium>=4.20"
+	$(BIN)/python -m pytest tests/browser -m browser
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,8 +3,9 @@
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml model_dir=runs/retail/step_3
 
-Prints the mean official reward beside what agents get that do not try, a table by task, and how
-often the policy's safety rules were violated.
+Prints the mean official reward with its interval beside what agents get that do not try, a table by
+task, and how often the policy's safety rules were violated. A run that was killed goes on with
+``resume=true``.
 A failed rollout (environment, user, deadline) stays in the denominator as 0 and is counted.
 recipes/eval_agentic.md explains every setting and what is written.
 """
@@ -21,23 +22,24 @@ from omegaconf import DictConfig, OmegaConf
 from components.disk import write_text
 from components.models.paths import model_dir
 from components.rollout.eval_table import print_evaluation, task_rows
-from components.rollout.evaluation import evaluation_metrics
+from components.rollout.evaluation import evaluation_metrics, evaluation_summary
 from components.rollout.progress import play_rollouts
-from components.rollout.recorder import Recorder
+from components.rollout.recorder import Recorder, read_rollouts
 from components.rollout.specs import group_specs
-from components.rollout.types import Rollout
+from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.safety.report import safety_report
 from components.safety.table import print_reports
 from components.training import parallelize, run_dir
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.parallelize import World
-from components.training.schema import Component, Float, Int, OneOf, Str
+from components.training.schema import Bool, Component, Float, Int, OneOf, Str
 from components.training.sections import ROLLOUT, at_most, same_tasks
 from components.training.stop import StopRequested, StopSignal
 
 SCHEMA = {
     "output_dir": Str(),
+    "resume": Bool(default=False),
     "seed": Int(min=0),
     "device": OneOf("auto", "cpu", "cuda", default="auto"),
     "dtype": OneOf("bf16", "fp32"),
@@ -47,6 +49,7 @@ SCHEMA = {
     "env": Component(),
     "dataset": Component(),
     "num_trials": Int(min=1),
+    "num_seeds": Int(min=1, default=1),
     "rollout": {"temperature": Float(min=0), **ROLLOUT},
     "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
 }
@@ -68,6 +71,7 @@ class EvalAgentic:
         self.stop = StopSignal()
         self.pool: WorkerPool | None = None
         self.recorder: Recorder | None = None
+        self.earlier: list[Rollout] = []
 
     def setup(self) -> None:
         """Build everything. What is wrong with the config is said before compute is paid for."""
@@ -77,13 +81,10 @@ class EvalAgentic:
         torch.manual_seed(cfg.seed)
         source_dir = model_dir(cfg.model_dir)
         dataset = instantiate(cfg.dataset)
-        self.output_dir = run_dir.check(cfg.output_dir, resume=False, recipe="eval_agentic")
-        self.specs = group_specs(
-            [(task.domain, task.id) for task in dataset.tasks],
-            group_size=cfg.num_trials,
-            seed=cfg.seed,
-            phase="eval",
-        )
+        self.output_dir = run_dir.check(cfg.output_dir, resume=cfg.resume, recipe="eval_agentic")
+        self.specs = self._specs([(task.domain, task.id) for task in dataset.tasks])
+        if cfg.resume:
+            self._take_earlier()
         self.pool = worker_pool(
             make_env=as_partial(cfg.env),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(source_dir)),
@@ -100,27 +101,61 @@ class EvalAgentic:
         run_dir.claim_together(
             self.output_dir,
             self.world,
-            resume=False,
+            resume=cfg.resume,
             recipe="eval_agentic",
             config_yaml=OmegaConf.to_yaml(cfg),
         )
         if self.world.is_main:
             self.recorder = Recorder(self.output_dir / "rollouts.jsonl")
 
+    def _specs(self, tasks: list[tuple[str, str]]) -> list[RolloutSpec]:
+        """Every rollout of every seed; with one seed the names say nothing of it."""
+        cfg = self.cfg
+        self.seeds = range(cfg.seed, cfg.seed + cfg.num_seeds)
+        return [
+            spec
+            for seed in self.seeds
+            for spec in group_specs(
+                tasks,
+                group_size=cfg.num_trials,
+                seed=seed,
+                phase="eval" if cfg.num_seeds == 1 else f"eval/{seed}",
+            )
+        ]
+
+    def _take_earlier(self) -> None:
+        """What an earlier launch of this evaluation played, under the same settings."""
+        path = self.output_dir / "rollouts.jsonl"
+        if not path.exists():
+            return
+        if changed := run_dir.changed_settings(self.output_dir, as_dict(self.cfg)):
+            raise ValueError(
+                f"resume: {self.output_dir} holds rollouts played with other settings: "
+                + "; ".join(changed)
+            )
+        wanted = {spec.rollout_id: spec for spec in self.specs}
+        self.earlier = [record.rollout for record in read_rollouts(path)]
+        if any(wanted.get(r.spec.rollout_id) != r.spec for r in self.earlier):
+            raise ValueError(f"resume: {path} holds rollouts that are not of this evaluation")
+
     def evaluate(self) -> None:
-        """Play every task ``num_trials`` times, score, print and write the results.
+        """Play every task ``num_trials`` times a seed, score, print and write the results.
 
         With several ranks each plays its share; what a stop leaves is recorded, not reported.
         """
         assert self.pool is not None
         played: list[Rollout] = []
         stopped: StopRequested | None = None
+        done = {rollout.spec.rollout_id for rollout in self.earlier}
+        left = [spec for spec in self.specs if spec.rollout_id not in done]
+        if done:
+            self.say(f"resuming: {len(done)} of {len(self.specs)} rollouts were played before")
         try:
             with self.stop.apart(self.world) as check_stop:
                 play_rollouts(
                     self.pool,
                     self.engine,
-                    self.specs[self.world.rank :: self.world.size],
+                    left[self.world.rank :: self.world.size],
                     temperature=self.cfg.rollout.temperature,
                     label="eval",
                     show=self.world.is_main,
@@ -136,7 +171,8 @@ class EvalAgentic:
             raise stopped
         if self.world.is_main:
             place = {spec.rollout_id: number for number, spec in enumerate(self.specs)}
-            self._report(sorted([*played, *others], key=lambda r: place[r.spec.rollout_id]))
+            everyone = [*self.earlier, *played, *others]
+            self._report(sorted(everyone, key=lambda r: place[r.spec.rollout_id]))
 
     def _keep(self, played: list[Rollout], rollout: Rollout) -> None:
         played.append(rollout)
@@ -144,17 +180,23 @@ class EvalAgentic:
             self.recorder.write(0, [rollout])
 
     def _report(self, rollouts: list[Rollout]) -> None:
-        metrics = evaluation_metrics(rollouts, num_trials=self.cfg.num_trials)
+        num_trials = self.cfg.num_trials * self.cfg.num_seeds
+        metrics = evaluation_metrics(rollouts, num_trials=num_trials)
         rows, safety = task_rows(rollouts), safety_report(rollouts)
+        size = len(rollouts) // len(self.seeds)
+        of_seeds = {
+            str(seed): rollouts[i * size : (i + 1) * size] for i, seed in enumerate(self.seeds)
+        }
         result = {
             "metrics": metrics,
+            **evaluation_summary(rollouts, num_trials=num_trials, of_seeds=of_seeds),
             "tasks": rows,
-            "num_trials": self.cfg.num_trials,
+            "num_trials": num_trials,
             "safety": safety,
-            "settings": as_dict(self.cfg, without=["output_dir"]),
+            "settings": as_dict(self.cfg, without=["output_dir", "resume"]),
         }
         write_text(self.output_dir / "eval.json", json.dumps(result, indent=2) + "\n")
-        print_evaluation(rows, metrics)
+        print_evaluation(rows, metrics, result["intervals"])
         print_reports({self.output_dir.name: safety})
 
     def say(self, text: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -90,6 +90,7 @@ SCHEMA = {
 def check(cfg: DictConfig) -> list[str]:
     """What is wrong between settings that are each right alone."""
     problems = sections.train_split(cfg) + sections.best_metric(cfg)
+    problems += sections.whole_distribution(cfg)
     problems += sections.same_tasks(cfg, "dataset") + sections.same_tasks(cfg, "eval.dataset")
     problems += sections.update_options(cfg)
     problems += sections.at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
@@ -198,9 +199,8 @@ class GRPOAgentic:
         )
         sections.check_context(cfg, self.model.config.max_positions)
         self.masters = MasterWeights(self.model)
-        what = cfg.checkpoints.export
         self.whole_model = self.model if self.world.size == 1 else self.engine_model
-        self.exporter = Exporter(self.whole_model, self.source_dir, what=what)
+        self.exporter = Exporter(self.whole_model, self.source_dir, what=cfg.checkpoints.export)
         self.engine = instantiate(
             cfg.engine,
             self.engine_model,
@@ -243,12 +243,12 @@ class GRPOAgentic:
         if self.world.is_main:
             print(text, flush=True)
 
-    def _sync_engine(self) -> None:
+    def _sync_engine(self) -> Mapping[str, float]:
         """Make the engine sample from the trainer's weights, stamped with the step."""
         if self.engine_model is not self.model:
             parallelize.refresh(self.engine_model, self.model)
-        self.engine.sync(self.step)
         self.update_policy.remember(self.step)
+        return self.engine.sync(self.step)
 
     # ---- one step ----------------------------------------------------------------------------
 

@@ -56,7 +56,9 @@ def seconds(model: PolicyModel, num_tokens: int, *, device: torch.device) -> flo
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a directory or a name")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Two evaluations of the same tasks side by side, with the interval of their difference.
+"""Two evaluations of the same tasks side by side, with the interval and test of the difference.
 
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml output_dir=runs/seen
     tune run recipes/eval_agentic.py --config configs/retail_eval.yaml output_dir=runs/held_out \\
@@ -41,7 +41,8 @@ def show(found: dict[str, Any]) -> None:
             "" if entry["low"] is None else f"  95 % [{entry['low']:+.3f}, {entry['high']:+.3f}]"
         )
         print(
-            f"{kind}: {entry['difference']:+.3f}{interval}, paired over {found['num_tasks']} tasks"
+            f"{kind}: {entry['difference']:+.3f}{interval}, p {entry['p']:.3f}, paired over "
+            f"{found['num_tasks']} tasks"
         )
 
 

@@ -4,10 +4,13 @@
     python tools/memory_plan.py --config configs/retail.yaml --measure
     python tools/memory_plan.py --gpt-oss
 
-The model's first layers are built and take a step, with two and with four layers; what they hold
-and allocate grows by the same for every further layer. The row is as long as ``tokens_per_batch``
-and the engine's cache is full: a bound for the run. ``--measure`` makes the whole model take two
-steps and prints its peak beside the prediction. ``--gpt-oss`` prints tables for LoRA on gpt-oss.
+The model's first layers are built and take steps, with two and with six layers; what they hold and
+allocate grows by the same for every further layer. Each of the two also takes steps in a process
+of its own: what that has resident at its peak beyond the sum of the parts is ``allocator``, freed
+memory that the C library keeps. It grows with the layers, too. The row is as long as
+``tokens_per_batch`` and the engine's cache is full, as they are at worst in an update. Rollouts,
+a warm start and checkpoints are not in it. ``--measure`` makes the whole model take two steps and
+prints its peak beside the prediction. ``--gpt-oss`` prints tables for LoRA on gpt-oss.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import argparse
 import ctypes
 import gc
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,9 @@ HELD = ("weights", "masters", "optimizer", "reference", "engine_copy", "kv_cache
 TRAINED_SHARE = 4
 """One token in so many is trained: rollouts are mostly prompt and what tools answer."""
 GIB = 2**30
+SLICES = (2, 6)
+"""Layers of the two parts of a model. Their number is even, as gpt-oss's windows alternate; further
+apart, they would carry less of a process's noise over to the whole, and take longer."""
 
 
 def setting_of(cfg: Mapping[str, Any]) -> Setting:
@@ -57,35 +65,51 @@ def setting_of(cfg: Mapping[str, Any]) -> Setting:
     )
 
 
-def predict(setting: Setting, source: Path) -> dict[str, int]:
+def predict(
+    setting: Setting, source: Path, *, resident: Callable[[Setting, Path], int] | None = None
+) -> dict[str, int]:
     """Bytes of every component, and of the peak, extrapolated from the model's first layers.
 
     Args:
         setting: of the run.
         source: the model's directory.
+        resident: peak of a process that runs these updates of the model in that directory; None:
+            :func:`measured_in_a_process`.
 
     Returns:
         What :func:`memory_probe.measure` says of the whole model, with ``head_chunk`` (a part of
-        ``row``), ``process`` (Python and its libraries) and ``peak``.
+        ``row``), ``process`` (Python and its libraries), ``allocator`` (resident beyond the sum
+        of the parts) and ``peak``.
     """
     raw = read_raw(source)
     num_layers = raw["num_hidden_layers"]
+    resident = resident or measured_in_a_process
     found = []
     with tempfile.TemporaryDirectory() as folder:
         first = slice_directory(source, Path(folder) / "first", num_layers=1)
         process = process_bytes(setting, first)
-        sizes = (2, 4) if num_layers > 4 else (num_layers,)
+        sizes = SLICES if num_layers > SLICES[-1] else (num_layers,)
         for size in sizes:
             part = slice_directory(source, Path(folder) / str(size), num_layers=size)
-            found.append(measure(Update(partial(build, setting.model, str(part)), setting)))
+            plan = measure(Update(partial(build, setting.model, str(part)), setting))
+            plan["allocator"] = resident(setting, part) - process - _peak_of_parts(plan)
+            found.append(plan)
     plan = found[-1]
-    if len(found) == 2:
-        few, more = found
-        plan = {name: few[name] + (more[name] - few[name]) * (num_layers - 2) // 2 for name in few}
+    if sizes == SLICES:
+        (few, more), (small, large) = found, SLICES
+        plan = {
+            name: few[name] + (more[name] - few[name]) * (num_layers - small) // (large - small)
+            for name in few
+        }
     plan["head_chunk"] = head_chunk(raw["vocab_size"], setting)
     plan["process"] = process
-    plan["peak"] = process + sum(plan[name] for name in HELD) + max(plan["row"], plan["step"])
+    plan["peak"] = process + _peak_of_parts(plan) + plan["allocator"]
     return plan
+
+
+def _peak_of_parts(plan: Mapping[str, int]) -> int:
+    """What torch's allocator has given out at the peak of a step."""
+    return sum(plan[name] for name in HELD) + max(plan["row"], plan["step"])
 
 
 def process_bytes(setting: Setting, directory: Path) -> int:
@@ -135,23 +159,27 @@ def table(plan: Mapping[str, int]) -> str:
         "step": "all gradients and what the optimizer needs beside them",
         "gradients": "part of both below",
         "head_chunk": "part of row",
-        "peak": "process, what is held, and the larger of row and step",
+        "allocator": "freed, and kept by the C library",
+        "peak": "process, what is held, the larger of row and step, allocator",
     }
-    order = ("process", *HELD, "gradients", "head_chunk", "row", "step", "peak")
+    order = ("process", *HELD, "gradients", "head_chunk", "row", "step")
+    order = (*order, "allocator", "peak")
     return "\n".join(
         f"{name:<12}{plan[name] / GIB:9.3f} GiB  {notes.get(name, '')}".rstrip() for name in order
     )
 
 
-def measured_in_a_process(arguments: argparse.Namespace) -> int:
-    """The peak of a process that only runs the whole model."""
-    command = [sys.executable, __file__, "--config", arguments.config, "--whole"]
-    done = subprocess.run(
-        [*command, *arguments.overrides], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ValueError(f"the measured run failed:\n{done.stderr[-2000:]}")
-    return int(done.stdout.splitlines()[-1])
+def measured_in_a_process(setting: Setting, directory: Path) -> int:
+    """The peak of a fresh process that does nothing but :func:`run_whole`.
+
+    Raises:
+        ValueError: if the process was killed, as it is when memory runs out.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(run_whole, setting, directory).result()
+        except BrokenProcessPool as error:
+            raise ValueError("the measured process was killed: out of memory?") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--json", action="store_true", help="bytes, as one JSON object")
     parser.add_argument("--measure", action="store_true", help="and two steps of the whole model")
-    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gpt-oss", action="store_true", help="tables for gpt-oss-20b and 120b")
     arguments = parser.parse_args(argv)
     try:
@@ -175,12 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--config or --gpt-oss is needed")
         cfg = load_config(arguments.config, arguments.overrides)
         setting, source = setting_of(cfg), model_dir(cfg.model_dir)
-        if arguments.whole:
-            print(run_whole(setting, source))
-            return 0
         plan = predict(setting, source)
         if arguments.measure:
-            plan["measured"] = measured_in_a_process(arguments)
+            plan["measured"] = measured_in_a_process(setting, source)
     except (ConfigError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

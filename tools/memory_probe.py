@@ -91,7 +91,7 @@ class Update:
             for value in entry.values()
             if isinstance(value, torch.Tensor)
         ]
-        reference = self.reference.full_state() if self.reference else {}
+        reference = self.reference.tensors() if self.reference else {}
         return {
             "weights": sum(stored_bytes(p) for p in self.model.parameters()) + _buffers(self.model),
             "masters": sum(p.nbytes for p in self.masters.parameters() if id(p) not in ours),

@@ -82,8 +82,9 @@ class ScriptedEngine:
         for rollout_id in rollout_ids:
             self._num_said.pop(rollout_id, None)
 
-    def sync(self, policy_version: int) -> None:
+    def sync(self, policy_version: int) -> dict[str, float]:
         """There are no weights."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ class AgenticEnvDataset(Dataset):
             tasks: where they come from, as ``Tau2Env(tasks=...)`` takes it.
             include: keep only these, in this order: ids, or names of lists in
                 :mod:`components.envs.task_lists` (``do_nothing``, ``transfer_at_once``,
-                ``order_sensitive``, ``wrong_gold``), or one such name alone.
+                ``order_sensitive``, ``agent_conditional``, ``wrong_gold``), or one such name alone.
             exclude: leave these out, named in the same way.
             curriculum: stages that follow each other, each with ``include`` and ``exclude`` of its
                 own among these tasks and ``draws``, how many tasks are drawn in it; the last stage

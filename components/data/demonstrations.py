@@ -14,6 +14,8 @@ from components.chat.base import Renderer
 from components.envs.base import Env, Message, ToolSpec
 from components.rollout.agent_loop import Limits, run_episode
 from components.rollout.types import Rollout, RolloutSpec, SampleResult, Tokens
+from components.safety.checks import GATES, checks_of, run_checks
+from components.safety.conversation import from_records
 
 UNLIMITED = Limits(max_turns=200, max_turn_tokens=4096, max_tokens=1_000_000, max_refused=0)
 """What a demonstration may use; its length is judged afterwards."""
@@ -106,6 +108,15 @@ def cut_to(rollout: Rollout, max_tokens: int) -> Rollout | None:
     return replace(rollout, tokens=kept, turns=turns, stats=stats)
 
 
+def broken_rules(rollout: Rollout) -> list[str]:
+    """Those of S1 to S4 and S7 that hold in the rollout's domain and that it breaks."""
+    spec = rollout.spec
+    names = [name for name in GATES if name in checks_of(spec.domain)]
+    conversation = from_records(rollout.messages, domain=spec.domain, task_id=spec.task_id)
+    findings = run_checks(conversation, names)
+    return [name for name, found in findings.items() if not all(f.passed for f in found)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
     """What came of a list of orders."""
@@ -113,7 +124,7 @@ class Demonstrations:
     rollouts: tuple[Rollout, ...]
     """In the order of their specs, dropped ones left out."""
     dropped: Mapping[str, tuple[str, ...]]
-    """Why not kept -> rollout ids: ``reward``, ``too_long``, ``error``."""
+    """Why not kept -> rollout ids: ``reward``, ``safety``, ``too_long``, ``error``."""
     num_cut: int
 
 
@@ -125,7 +136,10 @@ def collect(
     cut: bool = False,
     mapper: Callable[..., Iterable[Rollout]] = map,
 ) -> Demonstrations:
-    """Play demonstrations and keep those that earned the full official reward.
+    """Play demonstrations and keep those that earned the full official reward and broke no rule.
+
+    The rules are the safety checks S1 to S4 and S7, as far as they hold in the domain: what breaks
+    one is not what a policy should learn from, whatever the benchmark says.
 
     Args:
         specs: what to play.
@@ -137,7 +151,7 @@ def collect(
     if max_tokens < 1:
         raise ValueError(f"max_tokens: {max_tokens} must be at least 1")
     kept: list[Rollout] = []
-    dropped: dict[str, list[str]] = {"reward": [], "too_long": [], "error": []}
+    dropped: dict[str, list[str]] = {"reward": [], "safety": [], "too_long": [], "error": []}
     num_cut = 0
     for rollout in mapper(play, specs):
         whole: Rollout | None = rollout
@@ -146,6 +160,9 @@ def collect(
             continue
         if rollout.reward_breakdown.get("official") != 1.0:
             dropped["reward"].append(rollout.spec.rollout_id)
+            continue
+        if broken_rules(rollout):
+            dropped["safety"].append(rollout.spec.rollout_id)
             continue
         if len(rollout.tokens) > max_tokens:
             whole = cut_to(rollout, max_tokens) if cut else None

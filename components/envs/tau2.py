@@ -282,6 +282,11 @@ class Tau2Env(gymnasium.Env):
             raise gymnasium.error.ResetNeeded("there is no episode")
         return self._run.environment
 
+    @property
+    def official_messages(self) -> tuple[Any, ...]:
+        """tau2's own messages of the episode so far, the user's tool calls among them."""
+        return () if self._run is None else tuple(self._run.orchestrator.trajectory)
+
     def database_hashes(self) -> tuple[str | None, str | None]:
         """Official hashes of the agent's and the user's database, for tests and the log."""
         environment = self.tau2_environment

@@ -67,10 +67,13 @@ class RowPool:
     Args:
         num_layers: layers of the model.
         num_kv_heads: K.
+        exact: never hold more rows and blocks than were asked for. Otherwise the pool grows by
+            more than it must, so that it is seldom copied.
     """
 
-    def __init__(self, *, num_layers: int, num_kv_heads: int) -> None:
+    def __init__(self, *, num_layers: int, num_kv_heads: int, exact: bool = False) -> None:
         self.block = BLOCK
+        self.exact = exact
         self.num_rows = 0
         self.num_blocks = 0
         self._num_kv_heads = num_kv_heads
@@ -80,7 +83,7 @@ class RowPool:
     def acquire(self) -> int:
         """A row for one rollout, the lowest that is free."""
         if not self._free:
-            more = max(self.num_rows, 1)
+            more = 1 if self.exact else max(self.num_rows, 1)
             self._free = list(range(self.num_rows, self.num_rows + more))
             self.num_rows += more
         row = min(self._free)
@@ -95,10 +98,34 @@ class RowPool:
             self._layers = [None] * len(self._layers)
 
     def reserve(self, length: int) -> None:
-        """Make rows long enough for ``length`` tokens, and half as much again if they grow."""
+        """Make rows long enough for ``length`` tokens."""
         blocks = -(-length // self.block)
         if blocks > self.num_blocks:
-            self.num_blocks = max(blocks, self.num_blocks * 3 // 2)
+            self.num_blocks = blocks if self.exact else max(blocks, self.num_blocks * 3 // 2)
+
+    def compact(self, rows: Sequence[int], *, length: int) -> None:
+        """Keep these rows alone, as rows 0, 1, ... of a smaller pool.
+
+        Args:
+            rows: those in use.
+            length: tokens of the longest.
+        """
+        num_k, blocks = self._num_kv_heads, -(-length // self.block)
+        for layer, pair in enumerate(self._layers):
+            if pair is None:
+                continue
+            had_blocks, had_heads = pair[0].shape[:2]
+            copied = min(blocks, had_blocks)
+            packed = []
+            for old in pair:
+                new = old.new_zeros(blocks, len(rows) * num_k, *old.shape[2:])
+                for to, row in enumerate(rows):
+                    if (row + 1) * num_k <= had_heads:  # others were not written yet
+                        heads = old[:copied, row * num_k : (row + 1) * num_k]
+                        new[:copied, to * num_k : (to + 1) * num_k] = heads
+                packed.append(new)
+            self._layers[layer] = (packed[0], packed[1])
+        self.num_rows, self.num_blocks, self._free = len(rows), blocks, []
 
     def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, which grow here when they must.

@@ -5,8 +5,105 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from components.policy.cache import RolloutCache
 from components.rollout.types import SampleRequest
+
+
+def check_device(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> None:
+    """Check that there are kernels for a model.
+
+    Args:
+        device: where it is.
+        dtype: of its activations.
+        head_dim: of its attention.
+
+    Raises:
+        ValueError: naming what is allowed.
+    """
+    allowed = {
+        "cpu": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        "cuda": (torch.bfloat16, torch.float16),
+    }
+    if device.type not in allowed:
+        raise ValueError(f"the local engine runs on cpu and cuda, not on {device.type}")
+    if dtype not in allowed[device.type]:
+        raise ValueError(
+            f"dtype = {dtype}: on {device.type} the local engine computes in "
+            f"{' or '.join(str(d) for d in allowed[device.type])}, for its attention "
+            "kernel takes no other; set dtype: bf16, or device: cpu"
+        )
+    if device.type == "cuda" and (head_dim > 256 or head_dim % 8):
+        raise ValueError(
+            f"head_dim = {head_dim}: on cuda the local engine takes multiples of 8 up to 256"
+        )
+
+
+def check_settings(
+    *,
+    counts: Mapping[str, int],
+    max_positions: int,
+    top_p: float,
+    top_k: int | None,
+    max_kv_gib: float | None,
+    token_bytes: int,
+    block: int,
+) -> None:
+    """Check the settings of an engine.
+
+    Args:
+        counts: ``max_tokens`` and others that must be positive.
+        max_positions: the model's context.
+        top_p: of the sampling.
+        top_k: of the sampling.
+        max_kv_gib: limit of keys and values.
+        token_bytes: keys and values of one token.
+        block: tokens by which a rollout's memory grows.
+
+    Raises:
+        ValueError: naming the setting and what is allowed.
+    """
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    if counts["max_tokens"] > max_positions:
+        raise ValueError(
+            f"max_tokens = {counts['max_tokens']}, but the model's context is "
+            f"{max_positions} tokens"
+        )
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p = {top_p}: must be above 0 and at most 1 (1 keeps every token)")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k = {top_k}: must be at least 1, or null to keep every token")
+    if max_kv_gib is None:
+        return
+    least = (counts["max_tokens"] + block) * token_bytes / 2**30
+    if not max_kv_gib >= least:
+        raise ValueError(
+            f"max_kv_gib = {max_kv_gib}: one rollout of max_tokens = {counts['max_tokens']} needs "
+            f"{least:.3g} GiB of keys and values; allow that much, or null for no limit"
+        )
+
+
+def check_finite(logits: torch.Tensor, names: Sequence[str], *, policy_version: int) -> None:
+    """Refuse to sample from logits that are not numbers.
+
+    Args:
+        logits: ``[B, V]``.
+        names: the rollout of each row.
+        policy_version: of the weights.
+
+    Raises:
+        FloatingPointError: naming the rollouts.
+    """
+    finite = logits.sum(-1).isfinite().tolist()
+    if not all(finite):
+        bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
+        raise FloatingPointError(
+            f"logits are not finite for rollout {', '.join(bad)} "
+            f"under policy version {policy_version}"
+        )
 
 
 def check_requests(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from components.attention.lse import apply_sink, merge
 from components.policy.cache import RolloutCache, RowPool, SharedPrefix
@@ -56,12 +57,15 @@ class DecodePass:
         pool: the rows of the batch.
         caches: the rollouts, ordered by their rows.
         device: where the model is.
+        size: rows of the batch, those beyond the rollouts padding: the model's products then have
+            one shape whoever is there.
     """
 
     def __init__(
-        self, pool: RowPool, caches: Sequence[RolloutCache], *, device: torch.device
+        self, pool: RowPool, caches: Sequence[RolloutCache], *, device: torch.device, size: int = 0
     ) -> None:
         self._pool, self._caches, self._device = pool, caches, device
+        self._padding = max(0, size - len(caches))
         self._rows = torch.tensor([c.row for c in caches], device=device)
         self._base = torch.tensor([c.base for c in caches], device=device)
         self._length = torch.tensor([len(c.ids) - c.base for c in caches], device=device)
@@ -72,8 +76,8 @@ class DecodePass:
 
     @property
     def positions(self) -> Tensor:
-        """Position ``[B]`` of each new token."""
-        return self._base + self._length
+        """Position ``[B]`` of each new token, 0 for padding."""
+        return F.pad(self._base + self._length, (0, self._padding))
 
     def begin(self) -> None:
         """Prepare a step: every rollout gets one token after those it holds."""
@@ -100,21 +104,22 @@ class DecodePass:
     ) -> Tensor:
         """See ``components.attention.sink_attention.Attend``; T is 1."""
         num_b, num_k, _, dim = k.shape
+        live = num_b - self._padding
         keys, values = self._pool.layer(layer, k)
         assert self._places is not None
-        keys.view(-1, dim).index_copy_(0, self._places, k.reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self._places, v.reshape(-1, dim))
+        keys.view(-1, dim).index_copy_(0, self._places, k[:live].reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, self._places, v[:live].reshape(-1, dim))
         # Scaling q is exact for the usual powers of two, and cheaper than scaling the scores.
         factor = dim**-0.5 if scale is None else scale
         heads = (q * factor).reshape(num_b, num_k, -1, dim)
         if (window, prefix) not in self._own_plans:
-            self._own_plans[window, prefix] = self._plan_own(heads, window, prefix)
-        out, lse = _own(heads, keys, values, self._own_plans[window, prefix])
+            self._own_plans[window, prefix] = self._plan_own(heads[:live], window, prefix)
+        out, lse = _own(heads[:live], keys, values, self._own_plans[window, prefix])
         for group in range(len(self._groups)):
             out, lse = self._merge_shared(group, layer, heads, out, lse, window, prefix)
         if sinks is not None:
             out, _ = apply_sink(out, lse, sinks)
-        return out.to(q.dtype)
+        return F.pad(out.to(q.dtype), (0, 0, 0, 0, 0, 0, 0, self._padding))
 
     def _plan_own(self, heads: Tensor, window: int | None, prefix: int) -> _OwnPlan:
         size = self._pool.block
@@ -151,10 +156,10 @@ class DecodePass:
         if num_seen == 0:
             return out, lse
         keys, values = shared.read(layer, num_seen)
-        mine = heads if members is None else heads[members]
-        new, new_lse = _shared(mine, keys, values, mask)
-        if members is None:
+        if members is None:  # with the padding: its queries are of no use, but the shape is fixed
+            new, new_lse = (x[: len(out)] for x in _shared(heads, keys, values, mask))
             return merge(out, lse, new, new_lse)
+        new, new_lse = _shared(heads[members], keys, values, mask)
         merged, merged_lse = merge(out[members], lse[members], new, new_lse)
         return out.index_copy(0, members, merged), lse.index_copy(0, members, merged_lse)
 
@@ -166,7 +171,7 @@ class DecodePass:
         position = self.positions if members is None else self.positions[members]
         if window is None:
             return len(shared), None
-        if int(position.min()) - window >= len(shared):
+        if int(position[: len(self._caches)].min()) - window >= len(shared):
             return min(prefix, len(shared)), None  # the window has left the shared part
         at = torch.arange(len(shared), device=self._device)
         hidden = (position[:, None] - at > window) & (at >= prefix)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from components.rollout.types import SampleRequest, SampleResult
+from components.rollout.types import SampleFailure, SampleRequest, SampleResult
+
+
+class EngineError(RuntimeError):
+    """An engine cannot go on: what it would sample would not come from the trainer's weights."""
 
 
 class PolicyEngine(Protocol):
@@ -19,7 +23,7 @@ class PolicyEngine(Protocol):
     policy_version: int
     """Stamped on every sampled token; the trainer raises it at each sync."""
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+    def generate(self, requests: Sequence[SampleRequest]) -> Sequence[SampleResult | SampleFailure]:
         """Sample one turn for each request; results in the order of the requests."""
         ...
 
@@ -27,6 +31,13 @@ class PolicyEngine(Protocol):
         """Free what is kept for these rollouts."""
         ...
 
-    def sync(self, policy_version: int) -> None:
-        """The weights have changed: drop every cache and stamp the new version."""
+    def sync(self, policy_version: int) -> Mapping[str, float]:
+        """The weights have changed: serve them, drop every cache and stamp the new version.
+
+        Returns:
+            Metrics of the sync by name.
+
+        Raises:
+            EngineError: the engine does not serve them.
+        """
         ...

@@ -14,57 +14,28 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from components.models.decoder import PolicyModel
-from components.policy.cache import RolloutCache, RowPool, SharedPrefix
-from components.policy.checks import check_requests
+from components.policy.cache import BLOCK, RolloutCache, SharedPrefix
+from components.policy.checks import check_device, check_finite, check_requests, check_settings
 from components.policy.decode import DecodePass
 from components.policy.prefill import PackedRow, PrefillPass, Segment, pack_rows
 from components.policy.sampling import sample, uniforms
-from components.rollout.types import FinishReason, SampleRequest, SampleResult
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineStats:
-    """What the engine has computed since it was made. Never reset; take differences."""
-
-    shared_tokens: int = 0
-    """Tokens of shared prefixes, computed once each."""
-    prefill_tokens: int = 0
-    """Other tokens that were not sampled, and the last sampled token of earlier turns."""
-    decode_tokens: int = 0
-    """Tokens fed back one by one."""
-    decode_steps: int = 0
-    prefill_time_s: float = 0.0
-    """Shared prefixes and the first token of each turn included."""
-    decode_time_s: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Turn:
-    """A request being served."""
-
-    index: int
-    """Place in the call's requests."""
-    request: SampleRequest
-    cache: RolloutCache
-    draws: list[float]
-    """One uniform number per token; its length is the limit of the turn."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+from components.policy.store import CacheStore, shared_part
+from components.policy.turn import EngineStats, Turn
+from components.rollout.types import SampleRequest, SampleResult
 
 
 class LocalEngine:
     """Samples turns from a model in this process. Implements ``PolicyEngine``.
 
-    The same requests in the same calls give the same tokens, bit for bit. Each request's random
-    numbers depend on its seed alone; the rounding of its logits may depend on who else is in the
-    batch.
+    Each request's random numbers depend on its seed alone. With ``deterministic`` so do its tokens,
+    on a CPU in fp32: alone or beside others, they are the same, and their log-probabilities are
+    within 1e-5. In bf16 the products of rollouts that share a prefix with some of the batch only,
+    and those of experts, may round otherwise. The same calls give the same tokens in any case.
 
     Args:
         model: shared with the trainer; its weights may change in place between syncs.
@@ -72,10 +43,21 @@ class LocalEngine:
             (finish reason ``length``).
         max_batch_size: rollouts sampled at once; further requests of a call wait in order.
         prefill_chunk: most tokens in one forward pass of new tokens; bounds the memory of a pass.
+        max_kv_gib: most GiB of keys and values. Requests that do not fit wait for turns of their
+            call to end, and rollouts that are not being sampled are forgotten and computed anew
+            when they come back. None for no limit.
+        top_p: sample among the fewest most probable tokens that together have this probability.
+            The log-probabilities are those of the renormalised distribution, which a trainer that
+            knows the temperature alone cannot compute: for evaluation.
+        top_k: sample among this many most probable tokens; likewise. None for all.
+        deterministic: fill every decode step up to ``max_batch_size`` rows and compute the new
+            tokens of each rollout in passes of their own: then the shapes of its products do not
+            depend on who shares the batch. Costs time while the batch is not full.
         policy_version: stamped until the first sync.
 
     Raises:
-        ValueError: a setting out of range, or more tokens than the model has positions.
+        ValueError: a setting out of range, more tokens than the model has positions, or a model
+            that has no kernels where it is (fp32 on CUDA).
     """
 
     def __init__(
@@ -85,54 +67,68 @@ class LocalEngine:
         max_tokens: int,
         max_batch_size: int,
         prefill_chunk: int = 1024,
+        max_kv_gib: float | None = None,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        deterministic: bool = True,
         policy_version: int = 0,
     ) -> None:
-        settings = {
-            "max_tokens": max_tokens,
-            "max_batch_size": max_batch_size,
-            "prefill_chunk": prefill_chunk,
-        }
-        for name, value in settings.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if max_tokens > model.config.max_positions:
-            raise ValueError(
-                f"max_tokens = {max_tokens}, but the model's context is "
-                f"{model.config.max_positions} tokens"
-            )
+        config, weight = model.config, model.tok_embeddings.weight
+        check_device(weight.device, weight.dtype, head_dim=config.head_dim)
+        per_layer = 2 * config.num_kv_heads * config.head_dim * weight.element_size()
+        self._token_bytes = config.num_layers * per_layer
+        check_settings(
+            counts={
+                "max_tokens": max_tokens,
+                "max_batch_size": max_batch_size,
+                "prefill_chunk": prefill_chunk,
+            },
+            max_positions=config.max_positions,
+            top_p=top_p,
+            top_k=top_k,
+            max_kv_gib=max_kv_gib,
+            token_bytes=self._token_bytes,
+            block=BLOCK,
+        )
         self.policy_version = policy_version
         self.stats = EngineStats()
         self._model = model
         self._max_tokens = max_tokens
         self._max_batch_size = max_batch_size
         self._prefill_chunk = prefill_chunk
+        self._max_kv_bytes = None if max_kv_gib is None else int(max_kv_gib * 2**30)
+        self._truncation = {"top_p": top_p, "top_k": top_k}
+        self._deterministic = deterministic
         self._reset()
 
     def _reset(self) -> None:
-        config = self._model.config
-        self._pool = RowPool(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
-        self._caches: dict[str, RolloutCache] = {}
-        self._shared: dict[tuple[int, ...], SharedPrefix] = {}
+        self._store = CacheStore(
+            num_layers=self._model.config.num_layers,
+            num_kv_heads=self._model.config.num_kv_heads,
+            token_bytes=self._token_bytes,
+            max_bytes=self._max_kv_bytes,
+        )
 
-    def sync(self, policy_version: int) -> None:
+    def sync(self, policy_version: int) -> dict[str, float]:
         """The weights have changed: drop every cache and stamp the new version.
 
         Args:
             policy_version: of the weights that the model has now.
+
+        Returns:
+            No metrics: there is nothing to move.
         """
         self._reset()
         self.policy_version = policy_version
+        return {}
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Free what is kept for these rollouts; ids that are not known are passed over."""
-        for rollout_id in rollout_ids:
-            cache = self._caches.pop(rollout_id, None)
-            if cache is not None:
-                self._pool.release(cache.row)
+        self._store.release(rollout_ids)
 
     def cache_bytes(self) -> int:
         """Memory of all keys and values, shared prefixes included."""
-        return self._pool.num_bytes() + sum(s.num_bytes() for s in self._shared.values())
+        return self._store.num_bytes()
 
     @torch.no_grad()  # not inference_mode: its tensors may not meet autograd later (RoPE tables)
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
@@ -151,7 +147,7 @@ class LocalEngine:
         """
         check_requests(
             requests,
-            self._caches,
+            self._store.caches,
             max_tokens=self._max_tokens,
             vocab_size=self._model.config.vocab_size,
         )
@@ -167,14 +163,13 @@ class LocalEngine:
 
     def _serve(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         waiting = deque(enumerate(requests))
-        live: list[_Turn] = []
-        done: dict[int, _Turn] = {}
+        live: list[Turn] = []
+        done: dict[int, Turn] = {}
         decode: DecodePass | None = None
         while waiting or live:
             began = time.perf_counter()
-            room = min(self._max_batch_size - len(live), len(waiting))
-            if room:
-                admitted = [self._admit(*waiting.popleft()) for _ in range(room)]
+            admitted = self._admit_all(waiting, live)
+            if admitted:
                 self._take(self._prefill(admitted), admitted)
                 live += admitted
                 self.stats.prefill_time_s += time.perf_counter() - began
@@ -182,47 +177,65 @@ class LocalEngine:
                 assert decode is not None
                 self._take(self._decode(decode, live), live)
                 self.stats.decode_time_s += time.perf_counter() - began
-            if room or any(turn.finish_reason for turn in live):
+            if admitted or any(turn.finish_reason for turn in live):
                 done |= {turn.index: turn for turn in live if turn.finish_reason}
                 live = [turn for turn in live if not turn.finish_reason]
                 live.sort(key=lambda turn: turn.cache.row)  # neighbours in the pool together
-                caches = [turn.cache for turn in live]
-                decode = DecodePass(self._pool, caches, device=self._device)
-        return [self._result(done[index]) for index in range(len(requests))]
+                decode = DecodePass(
+                    self._store.pool,
+                    [turn.cache for turn in live],
+                    device=self._device,
+                    size=self._max_batch_size if self._deterministic else 0,
+                )
+        version = self.policy_version
+        return [done[index].result(policy_version=version) for index in range(len(requests))]
 
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _result(self, turn: _Turn) -> SampleResult:
-        assert turn.finish_reason is not None
-        return SampleResult(
-            ids=tuple(turn.ids),
-            logprobs=tuple(turn.logprobs),
-            finish_reason=turn.finish_reason,
-            policy_version=self.policy_version,
-        )
+    def _admit_all(
+        self, waiting: deque[tuple[int, SampleRequest]], live: Sequence[Turn]
+    ) -> list[Turn]:
+        """Take the next requests into the batch, in their order, while there is room for them."""
+        admitted: list[Turn] = []
+        while waiting and len(live) + len(admitted) < self._max_batch_size:
+            index, request = waiting[0]
+            room = self._store.make_room(
+                request,
+                length=len(request.context) + self._limit(request),
+                busy={t.request.rollout_id: t.max_length for t in (*live, *admitted)},
+                waiting={other.rollout_id for _, other in list(waiting)[1:]},
+            )
+            if not room:
+                assert live or admitted, "one rollout alone fits: the limit was checked"
+                break
+            waiting.popleft()
+            admitted.append(self._admit(index, request))
+        self.stats.forgotten += self._store.take_forgotten()
+        return admitted
 
-    def _admit(self, index: int, request: SampleRequest) -> _Turn:
-        cache = self._caches.get(request.rollout_id)
+    def _limit(self, request: SampleRequest) -> int:
+        """Most tokens of a turn."""
+        return min(request.max_new_tokens, self._max_tokens - len(request.context))
+
+    def _admit(self, index: int, request: SampleRequest) -> Turn:
+        cache = self._store.caches.pop(request.rollout_id, None)
         if cache is None:
-            # The last token of a context is always the rollout's own: its logits are wanted.
-            prefix = request.context[: min(request.shared_len, len(request.context) - 1)]
-            shared = self._shared_prefix(prefix) if prefix else None
+            prefix = shared_part(request)
             cache = RolloutCache(
-                pool=self._pool,
-                row=self._pool.acquire(),
-                shared=shared,
+                pool=self._store.pool,
+                row=self._store.pool.acquire(),
+                shared=self._shared_prefix(prefix) if prefix else None,
                 shared_len=request.shared_len,
                 ids=list(prefix),
             )
-            self._caches[request.rollout_id] = cache
-        limit = min(request.max_new_tokens, self._max_tokens - len(request.context))
-        draws = uniforms(request.seed, limit)
-        return _Turn(index=index, request=request, cache=cache, draws=draws)
+        self._store.caches[request.rollout_id] = cache  # the last in their order: just used
+        draws = uniforms(request.seed, self._limit(request))
+        return Turn(index=index, request=request, cache=cache, draws=draws)
 
     def _shared_prefix(self, ids: tuple[int, ...]) -> SharedPrefix:
-        shared = self._shared.get(ids)
+        shared = self._store.shared.get(ids)
         if shared is not None:
             return shared
         shared = SharedPrefix(ids, num_layers=self._model.config.num_layers)
@@ -231,18 +244,22 @@ class LocalEngine:
             segment = Segment(0, len(new), shared, start, None)
             positions = list(range(start, start + len(new)))
             self._forward(PackedRow([segment], new, positions, [], []))
-        self._shared[ids] = shared
+        self._store.shared[ids] = shared
         self.stats.shared_tokens += len(ids)
         return shared
 
-    def _prefill(self, turns: Sequence[_Turn]) -> Tensor:
+    def _prefill(self, turns: Sequence[Turn]) -> Tensor:
         """Feed what is new of each context; logits [B, V] after the last token of each."""
         contexts = [(turn.cache, turn.request.context) for turn in turns]
-        logits: dict[int, Tensor] = {}
-        for row in pack_rows(contexts, max_length=self._prefill_chunk):
-            logits |= zip(row.owners, self._forward(row), strict=True)
-            self.stats.prefill_tokens += len(row.ids)
-        return torch.stack([logits[index] for index in range(len(turns))])
+        apart = [[c] for c in contexts] if self._deterministic else [contexts]
+        logits: list[Tensor] = []
+        for some in apart:
+            found: dict[int, Tensor] = {}
+            for row in pack_rows(some, max_length=self._prefill_chunk):
+                found |= zip(row.owners, self._forward(row), strict=True)
+                self.stats.prefill_tokens += len(row.ids)
+            logits += [found[index] for index in range(len(some))]
+        return torch.stack(logits)
 
     def _forward(self, row: PackedRow) -> Tensor:
         """Logits [M, V] of the row's ends."""
@@ -254,10 +271,11 @@ class LocalEngine:
             tokens[None], mask=PrefillPass(row.segments), input_pos=input_pos[None], index=index
         )
 
-    def _decode(self, decode: DecodePass, live: Sequence[_Turn]) -> Tensor:
+    def _decode(self, decode: DecodePass, live: Sequence[Turn]) -> Tensor:
         """Feed the last sampled token of each turn; logits [B, V] for the next."""
-        last = [turn.ids[-1] for turn in live]
         decode.begin()
+        last = [turn.ids[-1] for turn in live]
+        last += [0] * (len(decode.positions) - len(live))  # padding
         logits = self._model(
             torch.tensor(last, device=self._device)[:, None],
             mask=decode,
@@ -268,26 +286,17 @@ class LocalEngine:
             turn.cache.ids.append(turn.ids[-1])
         self.stats.decode_tokens += len(live)
         self.stats.decode_steps += 1
-        return logits
+        return logits[: len(live)]
 
-    def _take(self, logits: Tensor, turns: Sequence[_Turn]) -> None:
+    def _take(self, logits: Tensor, turns: Sequence[Turn]) -> None:
         """Draw the next token of each turn."""
-        finite = logits.sum(-1).isfinite().tolist()
-        if not all(finite):
-            names = [t.request.rollout_id for t, ok in zip(turns, finite, strict=True) if not ok]
-            raise FloatingPointError(
-                f"logits are not finite for rollout {', '.join(names)} "
-                f"under policy version {self.policy_version}"
-            )
+        names = [turn.request.rollout_id for turn in turns]
+        check_finite(logits, names, policy_version=self.policy_version)
         tokens, logprobs = sample(
             logits,
             temperatures=[turn.request.temperature for turn in turns],
             draws=[turn.draws[len(turn.ids)] for turn in turns],
+            **self._truncation,
         )
         for turn, token, logprob in zip(turns, tokens, logprobs, strict=True):
-            turn.ids.append(token)
-            turn.logprobs.append(logprob)
-            if token in turn.request.stop_ids:
-                turn.finish_reason = "stop"
-            elif len(turn.ids) == len(turn.draws):
-                turn.finish_reason = "length"
+            turn.take(token, logprob)

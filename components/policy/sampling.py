@@ -21,7 +21,12 @@ def uniforms(seed: int, count: int) -> list[float]:
 
 
 def sample(
-    logits: Tensor, *, temperatures: Sequence[float], draws: Sequence[float]
+    logits: Tensor,
+    *,
+    temperatures: Sequence[float],
+    draws: Sequence[float],
+    top_p: float = 1.0,
+    top_k: int | None = None,
 ) -> tuple[list[int], list[float]]:
     """Draw one token per row by inverting the cumulative distribution.
 
@@ -30,15 +35,19 @@ def sample(
         temperatures: [B]; logits are divided by it, 0 means the most probable token (the lowest id
             among equals).
         draws: [B] uniform numbers in [0, 1), one per row: no row's draw depends on another row.
+        top_p: see :func:`truncate`.
+        top_k: likewise.
 
     Returns:
-        Tokens and their log-probabilities under the distribution that they were drawn from. Where
-        the temperature is 0 that distribution has all mass on one token and tells nothing: there
-        it is the log-probability under temperature 1.
+        Tokens and their log-probabilities under the distribution that they were drawn from: of
+        what top_p and top_k leave, it is renormalised. Where the temperature is 0 that distribution
+        has all mass on one token and tells nothing: there it is the one under temperature 1.
     """
     divisor = [t or 1.0 for t in temperatures]
     if any(d != 1.0 for d in divisor):
         logits = logits / torch.tensor(divisor, dtype=logits.dtype, device=logits.device)[:, None]
+    if top_p < 1.0 or top_k is not None:
+        logits = truncate(logits, top_p=top_p, top_k=top_k)
     logprobs = torch.log_softmax(logits, -1)
     p = torch.softmax(logits, -1)  # faster than exp of the other
     tokens = _invert(p, torch.tensor(draws, dtype=torch.float64, device=logits.device))
@@ -47,6 +56,24 @@ def sample(
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     picked = logprobs.gather(1, tokens[:, None]).squeeze(1).clamp_(max=0.0)
     return tokens.tolist(), picked.tolist()
+
+
+def truncate(logits: Tensor, *, top_p: float, top_k: int | None) -> Tensor:
+    """Logits [B, V] with those of the least probable tokens at -inf.
+
+    Args:
+        logits: [B, V], divided by the temperature.
+        top_p: keep the fewest most probable tokens that together have this probability (Holtzman
+            et al. 2020, arXiv:1904.09751), counted among those that top_k leaves.
+        top_k: keep this many; of equal ones those with the lowest ids. None for all.
+    """
+    values, ids = torch.sort(logits, stable=True, dim=-1, descending=True)
+    if top_k is not None:
+        values[:, top_k:] = -torch.inf
+    if top_p < 1.0:
+        p = torch.softmax(values, -1, dtype=torch.float64)
+        values = values.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, ids, values)
 
 
 def _invert(p: Tensor, u: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from components.rl.totals import (
     check_constants,
     check_denominator,
     check_settings,
-    clipped_gain,
+    clipped,
     total,
 )
 
@@ -93,15 +93,13 @@ class GRPOLoss:
         ratio = torch.exp(trainer_logprobs - old_logprobs)
         return total(
             trainer_logprobs,
-            gain=clipped_gain(ratio, advantages, self.low, self.high),
-            ratio=ratio,
-            clips_low=(advantages < 0) & (ratio < self.low),
-            clips_high=(advantages > 0) & (ratio > self.high),
+            **clipped(ratio, advantages, self.low, self.high),
             beta=self.beta,
             kl_estimator=self.kl_estimator,
             ref_logprobs=ref_logprobs,
             denominator=denominator,
-            **weights,
+            is_weights=is_weights,
+            token_weights=token_weights,
         )
 
 
@@ -151,15 +149,13 @@ class GSPOLoss:
         ratio = torch.exp(rollout_means(trainer_logprobs - old_logprobs, rollout))
         return total(
             trainer_logprobs,
-            gain=clipped_gain(ratio, advantages, self.low, self.high),
-            ratio=ratio,
-            clips_low=(advantages < 0) & (ratio < self.low),
-            clips_high=(advantages > 0) & (ratio > self.high),
+            **clipped(ratio, advantages, self.low, self.high),
             beta=self.beta,
             kl_estimator=self.kl_estimator,
             ref_logprobs=ref_logprobs,
             denominator=denominator,
-            **weights,
+            is_weights=is_weights,
+            token_weights=token_weights,
         )
 
 

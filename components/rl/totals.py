@@ -36,9 +36,19 @@ class LossOutput:
     """M"""
 
 
-def clipped_gain(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """``min(ratio A, clip(ratio, low, high) A)`` [M]."""
-    return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    """What :func:`total` takes of a clipped ratio, each [M].
+
+    Returns:
+        ``gain = min(ratio A, clip(ratio, low, high) A)``, ``ratio``, and where the clip removes the
+        gradient: ``clips_low``, ``clips_high``.
+    """
+    return {
+        "gain": torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages),
+        "ratio": ratio,
+        "clips_low": (advantages < 0) & (ratio < low),
+        "clips_high": (advantages > 0) & (ratio > high),
+    }
 
 
 def total(

@@ -13,6 +13,7 @@ How an episode ends:
 - ``max_turns`` turns were sampled: ``truncated_max_steps``, reward 0.
 - The environment raised: ``error_deadline`` for a TimeoutError, ``error_user`` for a UserError of
   its user simulator, ``error_infra`` for anything else. No reward: it leaves its group.
+- The engine could not sample a turn: ``error_infra``, too.
 
 A turn is refused, in this ledger only and without the environment's knowledge, when it does not
 parse, when ``max_turn_tokens`` cut it (half a turn is not an action; the model is told so), or when
@@ -27,7 +28,13 @@ from components.chat.base import Renderer
 from components.envs.base import Env, UserError
 from components.rollout.episode import EnvError, Episode, Limits, LimitsError, TaskRefused
 from components.rollout.specs import derive_seed
-from components.rollout.types import Rollout, RolloutSpec, SampleRequest, SampleResult
+from components.rollout.types import (
+    Rollout,
+    RolloutSpec,
+    SampleFailure,
+    SampleRequest,
+    SampleResult,
+)
 
 __all__ = ["Limits", "LimitsError", "TaskRefused", "run_episode"]
 
@@ -54,7 +61,7 @@ def prompt_tokens(env: Env, renderer: Renderer, item: tuple[RolloutSpec, Limits]
 
 def run_episode(
     env: Env, renderer: Renderer, spec: RolloutSpec, *, limits: Limits, temperature: float
-) -> Generator[SampleRequest, SampleResult, Rollout]:
+) -> Generator[SampleRequest, SampleResult | SampleFailure, Rollout]:
     """Play one episode.
 
     Args:
@@ -65,7 +72,7 @@ def run_episode(
         temperature: of the sampling; stored logprobs are those of the tempered distribution.
 
     Yields:
-        One ``SampleRequest`` for each turn; send its ``SampleResult``.
+        One ``SampleRequest`` for each turn; send its ``SampleResult`` or ``SampleFailure``.
 
     Returns:
         The finished rollout (``StopIteration.value``).
@@ -89,6 +96,8 @@ def run_episode(
                 temperature=temperature,
                 seed=derive_seed(spec.seed, "turn", len(episode.turns)),
             )
+            if isinstance(result, SampleFailure):
+                return episode.finish("error_infra", error=result.error)
             end = episode.take_turn(result)
         return episode.finish(end)
     except UserError as error:

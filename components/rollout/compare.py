@@ -6,12 +6,11 @@ simulated user that it trained with.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-NUM_RESAMPLES = 2000
+from components.rollout.intervals import bootstrap, sign_flip_test
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,9 +23,9 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     Returns:
         ``metrics``: name to [first, second, difference]. ``official`` and ``strict``: the mean over
         tasks of the second's mean reward less the first's, ``low`` and ``high`` of its 95 %
-        interval (bootstrap over tasks, seeded; null for a single task). ``tasks``: [first, second]
-        official mean of the tasks on which these differ. ``settings``: what differs, [first,
-        second].
+        interval (bootstrap over tasks, seeded; null for a single task) and ``p`` of the paired
+        sign-flip test, two-sided. ``tasks``: [first, second] official mean of the tasks on which
+        these differ. ``settings``: what differs, [first, second].
 
     Raises:
         ValueError: not eval.json of this version, or not of the same tasks.
@@ -71,19 +70,10 @@ def _task_means(result: Mapping[str, Any], where: str) -> dict[str, tuple[float,
 
 
 def _paired(differences: Sequence[float]) -> dict[str, float | None]:
-    """Mean of paired differences and its percentile bootstrap interval.
-
-    Source: B. Efron, Ann. Stat. 7 (1979) 1-26.
-    """
-    number, generator = len(differences), random.Random(0)
-    low = high = None
-    if number > 1:
-        resampled = sorted(
-            fmean(generator.choices(differences, k=number)) for _ in range(NUM_RESAMPLES)
-        )
-        low = resampled[int(0.025 * NUM_RESAMPLES)]
-        high = resampled[int(0.975 * NUM_RESAMPLES) - 1]
-    return {"difference": fmean(differences), "low": low, "high": high}
+    """Mean of paired differences, its interval and its test."""
+    low, high = bootstrap(differences) if len(differences) > 1 else (None, None)
+    p = sign_flip_test(differences)
+    return {"difference": fmean(differences), "low": low, "high": high, "p": p}
 
 
 def _differences(first: Any, second: Any, path: str = "") -> dict[str, list[Any]]:

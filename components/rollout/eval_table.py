@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from components.console import table_console
 from components.envs.baselines import AGENTS, baselines
-from components.rollout.evaluation import by_task, official_reward
+from components.rollout.evaluation import by_task, official_reward, strict_reward
 from components.rollout.types import Rollout
 
 
@@ -23,7 +24,7 @@ def task_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "task_id": task_id,
             "official": [official_reward(r) for r in group],
-            "strict": [r.reward_breakdown.get("strict", 0.0) for r in group],
+            "strict": [strict_reward(r) for r in group],
         }
         for agent in AGENTS:
             row[agent] = free.get(agent, {}).get("official")
@@ -34,7 +35,11 @@ def task_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     return rows
 
 
-def print_evaluation(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, float]) -> None:
+def print_evaluation(
+    rows: Sequence[Mapping[str, Any]],
+    metrics: Mapping[str, float],
+    intervals: Mapping[str, Sequence[float]] = MappingProxyType({}),
+) -> None:
     """A line per task (mean rewards, the agents that do not try, how it ended), then the means."""
     from rich.markup import escape
     from rich.table import Table
@@ -55,4 +60,6 @@ def print_evaluation(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, fl
         )
     table_console().print(table)
     for name, value in metrics.items():
-        print(f"{name:<28} {value:.3f}")
+        low_high = intervals.get(name)
+        shown = "" if low_high is None else f"  95 % [{low_high[0]:.3f}, {low_high[1]:.3f}]"
+        print(f"{name:<28} {value:.3f}{shown}")

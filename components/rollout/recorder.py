@@ -128,6 +128,19 @@ def to_record(
     return record
 
 
+def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file as they were written, one at a time.
+
+    Half a line at the end of the file is skipped, and the log says so.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line inside the file is damaged, or of another schema.
+    """
+    for _, line in _schema_lines(path):
+        yield line
+
+
 def read_rollouts(path: str | Path) -> Iterator[Record]:
     """The records of a file, one at a time.
 
@@ -138,22 +151,37 @@ def read_rollouts(path: str | Path) -> Iterator[Record]:
         FileNotFoundError: there is no such file.
         ValueError: a line inside the file is damaged, or of another schema.
     """
+    for where, line in _schema_lines(path):
+        try:
+            yield record_of(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def record_of(line: dict[str, Any]) -> Record:
+    """The record of a line of ``read_lines``.
+
+    Raises:
+        ValueError: it lacks something, or contradicts itself.
+    """
+    try:
+        rollout = _rollout(line)
+        return Record(step=line["step"], policy_version=line["policy_version"], rollout=rollout)
+    except KeyError as error:
+        raise ValueError(f"no {error} in it") from None
+    except TypeError as error:
+        raise ValueError(f"not a rollout: {error}") from None
+
+
+def _schema_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each line stands, and the line, checked to be of this schema."""
     for number, line, _ in _lines(Path(path)):
         where = f"{path}, line {number}"
         if not isinstance(line, dict):
             raise ValueError(f"{where}: not a rollout: {str(line)[:80]}")
         if line.get("schema") != SCHEMA:
             raise ValueError(f"{where}: schema {line.get('schema')!r}, this version reads {SCHEMA}")
-        try:
-            rollout = _rollout(line)
-            record = Record(
-                step=line["step"], policy_version=line["policy_version"], rollout=rollout
-            )
-        except KeyError as error:
-            raise ValueError(f"{where}: no {error} in it") from None
-        except TypeError as error:
-            raise ValueError(f"{where}: not a rollout: {error}") from None
-        yield record
+        yield where, line
 
 
 def truncate_after(path: str | Path, step: int) -> int:

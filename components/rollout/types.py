@@ -81,6 +81,14 @@ class SampleResult:
     policy_version: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFailure:
+    """Stands in the place of a turn that an engine could not sample: its rollout is lost."""
+
+    error: str
+    """Becomes the error of the rollout, whose status is ``error_infra``."""
+
+
 class Ledger:
     """The tokens of one rollout, each stored once when it came into being. Append only."""
 

@@ -283,7 +283,7 @@ def _seal(temporary: Path, target: Path) -> None:
 
 def last_whole(output_dir: Path) -> Path | None:
     """The newest checkpoint that is whole; newer torn ones are named in the log."""
-    for leftover in output_dir.glob("step_*.tmp"):
+    for leftover in output_dir.glob("step_*.tmp*"):
         logger.warning("%s was being written when the run stopped: ignored", leftover.name)
     for _, path in numbered(output_dir):
         if is_whole(path):

@@ -81,7 +81,7 @@ class Guards:
         max_skips: int = 10,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.non_finite = non_finite
+        self.non_finite: Action = non_finite
         self._grad_spike, self._entropy_collapse = grad_spike, entropy_collapse
         self._mismatch, self._flat_reward = mismatch, flat_reward
         self._max_skips, self._say = max_skips, say
@@ -118,10 +118,11 @@ class Guards:
 
     def _find(self, metrics: Mapping[str, float]) -> list[tuple[Action, str]]:
         """What is wrong with an update: the actions and their reasons."""
+        found: list[tuple[Action, str]] = []
         wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         if wrong:  # the other guards compare numbers
-            return [(self.non_finite, f"not finite: {wrong}")]
-        found: list[tuple[Action, str]] = []
+            found.append((self.non_finite, f"not finite: {wrong}"))
+            return found
         spike, norm = self._grad_spike, metrics["train/grad_norm"]
         if spike is not None and len(self._norms) == spike.window:
             usual = statistics.median(self._norms)

@@ -1,4 +1,4 @@
-"""The picture of a run: reward, loss and KL, lengths, time per phase."""
+"""The picture of a run: reward, loss and KL, entropy, lengths, failures, time per phase."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ _REWARDS = (
     ("reward/official_mean", "official"),
     ("reward/strict_mean", "strict"),
     ("eval/official_mean", "official, held out"),
+)
+_SHARES = (
+    ("rollout/truncated_frac", "rollouts cut short"),
+    ("rollout/error_frac", "rollouts that failed"),
+    ("tool/error_frac", "tool calls that failed"),
 )
 _LENGTHS = (
     ("rollout/tokens", "tokens per rollout"),
@@ -37,8 +42,8 @@ def plot_run(output_dir: Path) -> Path | None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    reward, loss, length, seconds = axes.flat
+    figure, axes = plt.subplots(2, 3, figsize=(15, 7), layout="constrained")
+    reward, loss, entropy, length, shares, seconds = axes.flat
     for name, label in _REWARDS:
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
@@ -57,9 +62,14 @@ def plot_run(output_dir: Path) -> Path | None:
     loss.set(title="Loss (left) and KL in nats per token (right)", xlabel="step")
     handles = [*loss.get_lines(), *twin.get_lines()]
     loss.legend(handles, [str(line.get_label()) for line in handles])
+    _lines(entropy, steps, (("policy/entropy", "mean entropy"),))
+    entropy.set(title="Entropy of the policy (nats per token)", xlabel="step", ylim=(0, None))
     _lines(length, steps, _LENGTHS)
     length.set(title="Length (tokens, mean over rollouts)", xlabel="step", ylim=(0, None))
     _legend(length)
+    _lines(shares, steps, _SHARES)
+    shares.set(title="Cut short or failed (share)", xlabel="step", ylim=(-0.02, 1.02))
+    _legend(shares)
     timed = dict.fromkeys(name for row in steps for name in row if name.startswith("time/"))
     phases = [name for name in timed if name != "time/step_s"]
     bottom = [0.0] * len(steps)

@@ -137,8 +137,8 @@ def changed_settings(output_dir: Path, cfg: Mapping[str, Any]) -> list[str]:
     path = output_dir / "config.yaml"
     if not path.exists():
         return []
-    before = _flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-    now = _flat(yaml.safe_load(yaml.safe_dump(dict(cfg))))
+    before = flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    now = flat(yaml.safe_load(yaml.safe_dump(dict(cfg))))
     return [
         f"{key} was {before.get(key, 'not set')}, is {now.get(key, 'not set')}"
         for key in dict.fromkeys([*before, *now])
@@ -146,11 +146,12 @@ def changed_settings(output_dir: Path, cfg: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names: ``{"rollout.group_size": 8}``."""
     if not isinstance(value, dict):
         return {path: value}
     prefix = f"{path}." if path else ""
-    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}").items()}
+    return {k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}{key}").items()}
 
 
 @contextmanager

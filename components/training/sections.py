@@ -43,6 +43,24 @@ WARM_START = {
 }
 """Supervised steps on demonstrations; see ``warm_start``."""
 
+DEMONSTRATIONS = {
+    "path": Str(),
+    "oracle": Component(positional=1),
+    "per_task": Int(min=1, default=1),
+}
+"""A directory of demonstrations and how it is made; see ``demonstration_file``."""
+
+DEMONSTRATED = {
+    "seed": Int(min=0),
+    "model_dir": Str(),
+    "renderer": Component(provided=("tokenizer_dir",)),
+    "env": Component(),
+    "dataset": Component(),
+    "demonstrations": DEMONSTRATIONS,
+    "rollout": ROLLOUT,
+}
+"""What of a config demonstrations are made with."""
+
 UPDATE = {
     "dynamic_sampling": {"max_refills": Int(min=0, default=0)},
     "advantages": {
@@ -167,23 +185,44 @@ def _leaves(node: Mapping[str, Any], path: str, inside: str) -> dict[str, Mappin
 
 
 def train_split(cfg: Mapping[str, Any]) -> list[str]:
-    """The problems of training on what is held out: another split (unless it is asked for), and the
-    paraphrases that only evaluation uses."""
+    """The problems of training on what is held out: another split (unless the recipe has a setting
+    for it that asks for it), and the paraphrases that only evaluation uses."""
     problems = [
         f"{path}.paraphrases = held_out: these are for evaluation alone and never trained on"
         for path, env in _leaves(cfg["env"], "env", "envs").items()
         if env.get("paraphrases") == "held_out"
     ]
-    if cfg["train_on_any_split"]:
+    if (asked := cfg.get("train_on_any_split")) is True:
         return problems
     for path, dataset in _leaves(cfg["dataset"], "dataset", "datasets").items():
         split = dataset.get("split", "train")
         if split != "train":
             problems.append(
-                f"{path}.split = {split}: training is on the train split; "
-                "train_on_any_split=true allows another"
+                f"{path}.split = {split}: training is on the train split"
+                + ("" if asked is None else "; train_on_any_split=true allows another")
             )
     return problems
+
+
+def whole_distribution(cfg: Mapping[str, Any]) -> list[str]:
+    """The problems of training on tokens from a truncated distribution.
+
+    The trainer's log-probabilities know the temperature alone: against those of the renormalised
+    distribution that top_p or top_k leaves, every ratio would be off (tokens with p = .5 .3 .2 and
+    top_p = .75: the first is sampled with .625).
+    """
+    engine = cfg["engine"]
+    return [
+        f"engine.{key} = {engine[key]}: training samples from the whole distribution; "
+        "it is for evaluation (recipes/eval_agentic.py)"
+        for key, neutral in (("top_p", 1), ("top_k", None))
+        if key in engine and engine[key] != neutral
+    ]
+
+
+def demonstrated(cfg: Mapping[str, Any]) -> list[str]:
+    """The problems of what demonstrations are made of."""
+    return train_split(cfg) + same_tasks(cfg, "dataset")
 
 
 def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:

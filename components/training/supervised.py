@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstration rollouts: the warm start before GRPO.
+"""Supervised fine-tuning on demonstration rollouts: a run of its own, or the start of GRPO's.
 
 The same ledger, packing and head as GRPO; only the loss differs.
 """
@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class SupervisedSettings:
     """What supervised steps are made of."""
 
     num_steps: int
-    """Optimizer steps."""
+    """Optimizer steps; the learning rate falls linearly to a tenth at the last."""
     demonstrations_per_step: int
     """Over all ranks; drawn without replacement until all were seen."""
     tokens_per_batch: int
@@ -55,6 +56,106 @@ def supervised_settings_from(options: Mapping[str, Any]) -> SupervisedSettings:
     )
 
 
+class SupervisedUpdate:
+    """Cross entropy on demonstrations, one optimizer step at a time.
+
+    Which demonstrations a step draws and its learning rate are functions of its number, so a
+    resumed run goes on as if it had never stopped.
+
+    Args:
+        model: the policy; changed in place.
+        masters: its fp32 weights, which ``optimizer`` updates.
+        optimizer: e.g. AdamW over ``masters.parameters()``, as it was made: its learning rates now
+            are those of the first step.
+        demonstrations: the same list on every rank.
+        settings: steps, sizes, clipping, seed.
+        world: this process among its peers.
+
+    Raises:
+        ValueError: without demonstrations.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        masters: MasterWeights,
+        optimizer: torch.optim.Optimizer,
+        demonstrations: Sequence[Rollout],
+        *,
+        settings: SupervisedSettings,
+        world: World,
+    ) -> None:
+        if not demonstrations:
+            raise ValueError("no demonstration succeeded: there is nothing to learn")
+        self._model, self._masters, self._optimizer = model, masters, optimizer
+        self._demonstrations, self._settings, self._world = demonstrations, settings, world
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def step(self, number: int) -> dict[str, float]:
+        """Take step ``number`` (from 0). Collective.
+
+        Returns:
+            ``loss/total`` (mean over the trained tokens of all ranks), ``train/grad_norm`` (before
+            clipping), ``train/lr`` and ``pack/*``.
+
+        Raises:
+            FloatingPointError: if the loss or the gradient is not finite; the weights are those
+                before.
+        """
+        settings = self._settings
+        decay = 1.0 - 0.9 * number / max(1, settings.num_steps - 1)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            set_learning_rate(group, rate * decay)
+        chosen = drawn(
+            len(self._demonstrations),
+            seed=settings.seed,
+            first=number * settings.demonstrations_per_step,
+            count=settings.demonstrations_per_step,
+        )
+        loss, packed = self._pass([self._demonstrations[i] for i in chosen], train=True)
+        norm = clip_grad_norm(self._masters.parameters(), settings.max_grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"supervised step {number + 1}: loss {loss}, gradient norm {norm}: not finite; the "
+                "weights are those before this step"
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._masters.publish()
+        rates = {"train/grad_norm": norm, "train/lr": self._rates[0] * decay}
+        return {"loss/total": loss, **rates, **packed}
+
+    @torch.no_grad()
+    def loss_of(self, rollouts: Sequence[Rollout]) -> float:
+        """Mean cross entropy over the trained tokens of some rollouts, in nats. Collective."""
+        return self._pass(rollouts, train=False)[0]
+
+    def _pass(self, rollouts: Sequence[Rollout], *, train: bool) -> tuple[float, dict[str, float]]:
+        """The loss of all ranks, its gradient added up if ``train``, and ``pack/*``."""
+        settings, world = self._settings, self._world
+        items = [
+            PackItem(tokens=rollout.tokens, advantage=1.0, key=f"{n:04d}")
+            for n, rollout in enumerate(rollouts)
+            if n % world.size == world.rank
+        ]
+        rows, packed = packed_rows(items, tokens_per_batch=settings.tokens_per_batch, world=world)
+        total = 0.0
+        for batch, plan in rows:
+            logprobs, _ = packed_logprobs(
+                self._model,
+                batch,
+                plan=plan,
+                temperature=1.0,
+                chunk_size=settings.logprob_chunk,
+            )
+            loss = sft_loss(logprobs, denominator=packed["pack/trained_tokens"])
+            total += float(loss.detach())
+            if train:
+                # FSDP2 averages over ranks; the denominator is already the one of all ranks.
+                (loss * world.size).backward()
+        return world.sum([total])[0], packed
+
+
 def supervised_steps(
     model: PolicyModel,
     masters: MasterWeights,
@@ -65,37 +166,22 @@ def supervised_steps(
     world: World,
     on_step: Callable[[int, float, float], None],
 ) -> None:
-    """Train on demonstrations with cross entropy, learning rate falling linearly to a tenth.
+    """Take all steps of ``settings``; arguments and errors as in :class:`SupervisedUpdate`.
 
     Args:
-        model: the policy; changed in place.
-        masters: its fp32 weights, which ``optimizer`` updates.
-        optimizer: e.g. AdamW over ``masters.parameters()``.
-        demonstrations: the same list on every rank.
-        settings: steps, sizes, clipping, seed.
-        world: this process among its peers.
         on_step: called with (finished steps, loss, gradient norm).
-
-    Raises:
-        FloatingPointError: if a loss or gradient is not finite; the weights are those before.
-        ValueError: without demonstrations.
     """
-    if not demonstrations:
-        raise ValueError("warm_start: no demonstration succeeded: there is nothing to learn")
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    draws = _draws(len(demonstrations), seed=settings.seed)
-    for step in range(settings.num_steps):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            decay = 1.0 - 0.9 * step / max(1, settings.num_steps - 1)
-            set_learning_rate(group, rate * decay)
-        chosen = [next(draws) for _ in range(settings.demonstrations_per_step)]
-        items = [
-            PackItem(tokens=demonstrations[i].tokens, advantage=1.0, key=f"{n:04d}")
-            for n, i in enumerate(chosen)
-            if n % world.size == world.rank
-        ]
-        loss, norm = _step(model, masters, optimizer, items, settings=settings, world=world)
-        on_step(step + 1, loss, norm)
+    update = SupervisedUpdate(
+        model, masters, optimizer, demonstrations, settings=settings, world=world
+    )
+    for number in range(settings.num_steps):
+        metrics = update.step(number)
+        on_step(number + 1, metrics["loss/total"], metrics["train/grad_norm"])
+
+
+def drawn(num_items: int, *, seed: int, first: int, count: int) -> list[int]:
+    """Indices of the draws ``first`` to ``first + count - 1`` of endless shuffled passes."""
+    return list(islice(_draws(num_items, seed=seed), first, first + count))
 
 
 def _draws(num_items: int, *, seed: int) -> Iterator[int]:
@@ -105,36 +191,3 @@ def _draws(num_items: int, *, seed: int) -> Iterator[int]:
         order = list(range(num_items))
         generator.shuffle(order)
         yield from order
-
-
-def _step(
-    model: PolicyModel,
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    items: Sequence[PackItem],
-    *,
-    settings: SupervisedSettings,
-    world: World,
-) -> tuple[float, float]:
-    rows, packed = packed_rows(items, tokens_per_batch=settings.tokens_per_batch, world=world)
-    total = 0.0
-    for batch, plan in rows:
-        logprobs, _ = packed_logprobs(
-            model,
-            batch,
-            plan=plan,
-            temperature=1.0,
-            chunk_size=settings.logprob_chunk,
-        )
-        loss = sft_loss(logprobs, denominator=packed["pack/trained_tokens"])
-        total += float(loss.detach())
-        # FSDP2 averages over ranks; the denominator is already the one of all ranks.
-        (loss * world.size).backward()
-    total = world.sum([total])[0]
-    norm = clip_grad_norm(masters.parameters(), settings.max_grad_norm)
-    if not (math.isfinite(total) and math.isfinite(norm)):
-        raise FloatingPointError(f"warm start: loss {total}, gradient norm {norm}: not finite")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    masters.publish()
-    return total, norm

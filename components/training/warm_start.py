@@ -18,6 +18,7 @@ from components.envs.base import Task
 from components.models.decoder import PolicyModel
 from components.rollout.episode import failed_rollout
 from components.rollout.specs import group_specs
+from components.rollout.types import RolloutSpec
 from components.rollout.workers import Failure, WorkerPool
 from components.training.parallelize import World, full_tensor
 from components.training.precision import MasterWeights
@@ -37,6 +38,7 @@ def demonstrate_tasks(
     seed: int,
     world: World,
     stop: StopSignal,
+    per_task: int = 1,
 ) -> Demonstrations:
     """Play demonstrations in the workers of all ranks.
 
@@ -44,11 +46,13 @@ def demonstrate_tasks(
         pool: this rank's workers.
         tasks: training tasks; the first ``num_demonstrations`` of a seeded order are demonstrated.
         make_oracle: ``make_oracle(spec)`` gives the demonstrator of one episode; picklable.
-        num_demonstrations: how many; those below the full official reward are dropped and counted.
+        num_demonstrations: how many tasks; demonstrations below the full official reward, or with a
+            violation of S1 to S4 or S7, are dropped and counted.
         max_tokens: longer demonstrations are cut after the last whole turn that fits.
         seed: of the order and of the episodes.
         world: this process among its peers.
         stop: ends it early.
+        per_task: demonstrations of each task, which differ in what user and oracle say.
 
     Returns:
         The same demonstrations in the same order on every rank.
@@ -59,12 +63,7 @@ def demonstrate_tasks(
     """
     chosen = list(tasks)
     random.Random(f"{seed}/demonstrations").shuffle(chosen)
-    specs = group_specs(
-        [(task.domain, task.id) for task in chosen[:num_demonstrations]],
-        group_size=1,
-        seed=seed,
-        phase="demonstration",
-    )
+    specs = _orders(chosen[:num_demonstrations], per_task=per_task, seed=seed)
     mine = specs[world.rank :: world.size]
     results: list[Any] = []
     with stop.apart(world) as check:
@@ -79,11 +78,25 @@ def demonstrate_tasks(
     if len(errors) == len(played):
         last_line = errors[0].strip().splitlines()[-1]
         raise ValueError(
-            f"warm_start.oracle: none of {len(played)} demonstrations could be played: {last_line}"
+            f"oracle: none of {len(played)} demonstrations could be played: {last_line}"
         )
     return collect(
         specs, play=lambda spec: played[spec.rollout_id], max_tokens=max_tokens, cut=True
     )
+
+
+def _orders(tasks: Sequence[Task], *, per_task: int, seed: int) -> list[RolloutSpec]:
+    """One demonstration of each task, then the second of each..."""
+    return [
+        spec
+        for number in range(per_task)
+        for spec in group_specs(
+            [(task.domain, task.id) for task in tasks],
+            group_size=1,
+            seed=seed,
+            phase=f"demonstration/{number}" if number else "demonstration",
+        )
+    ]
 
 
 def warm_start(

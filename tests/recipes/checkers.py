@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 
 from components.envs.base import Reward, Trajectory
@@ -30,3 +31,19 @@ class Constant:
 
     def __call__(self, trajectory: Trajectory) -> Reward:
         return Reward(value=self.value, breakdown={"official": self.value, "strict": self.value})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualOnRank:
+    """``TextHash``, but what one rank plays has equal rewards.
+
+    Workers inherit the variable ``RANK`` that the launcher sets.
+    """
+
+    rank: int
+    levels: int = 4
+
+    def __call__(self, trajectory: Trajectory) -> Reward:
+        if int(os.environ["RANK"]) == self.rank:
+            return Constant(value=0.0)(trajectory)  # as that of a rollout that is cut
+        return TextHash(levels=self.levels)(trajectory)

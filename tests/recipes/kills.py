@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.recipes.runs import Tune, assert_no_orphans, kill_group, training
+from tests.recipes.runs import (
+    TIMEOUT_S,
+    Tune,
+    assert_no_orphans,
+    kill_group,
+    ranks_of,
+    rows,
+    steps,
+    training,
+)
 
 MOMENTS = ("saving", "pruning", "training")
 
@@ -35,9 +44,11 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
         resume = {"resume": "true"} if output_dir.exists() else {}
         process = tune.start(*training(**keys, **resume))
         try:
-            moment = MOMENTS[number % len(MOMENTS)]
-            delay_s = rng.uniform(0, {"saving": 0.03, "pruning": 0.02, "training": 2.0}[moment])
-            _wait_until(moment, output_dir, process)
+            moment = MOMENTS[(number + seed) % len(MOMENTS)]  # each is among any three
+            fraction = rng.random()
+            delay_s = 0.0
+            if _wait_until(moment, output_dir, process):
+                delay_s = fraction * _longest_s(moment, output_dir)
             time.sleep(delay_s)
             if process.poll() is not None:
                 out, err = process.communicate()
@@ -49,7 +60,7 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode != 0, out + err
             for leader in (process.pid, *ranks):
                 assert_no_orphans(SimpleNamespace(pid=leader), timeout_s=60)
@@ -65,17 +76,29 @@ def run_with_kills(tune: Tune, output_dir: Path, *, num_kills: int, seed: int, *
     ]
 
 
-def _wait_until(moment: str, output_dir: Path, process) -> None:
-    """Wait for a checkpoint being written, one that was just renamed, or a step just logged."""
+def _wait_until(moment: str, output_dir: Path, process) -> bool:
+    """Wait for a checkpoint being written, one that was just renamed, or a step just logged.
+
+    Returns:
+        Whether that was seen; False: the run has ended.
+    """
     before = _state(moment, output_dir)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None:
         now = _state(moment, output_dir)
         if now - before:
-            return
+            return True
         before = now
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.0005)
+    return False
+
+
+def _longest_s(moment: str, output_dir: Path) -> float:
+    """From the moment on, about what a save takes, or a step."""
+    if moment == "training":
+        return rows(output_dir)[-1]["time/step_s"]
+    return {"saving": 0.03, "pruning": 0.02}[moment]
 
 
 def _state(moment: str, output_dir: Path) -> set[str]:
@@ -83,23 +106,4 @@ def _state(moment: str, output_dir: Path) -> set[str]:
         return {p.name for p in output_dir.glob("step_*.tmp*")}
     if moment == "pruning":
         return {p.name for p in output_dir.glob("step_*") if p.suffix == ""}
-    log = output_dir / "metrics.jsonl"
-    # The log is made anew when a run is resumed, so its size alone says nothing.
-    return {str(log.read_bytes().count(b"\n"))} if log.exists() else set()
-
-
-def ranks_of(session: int) -> list[int]:
-    """Process ids of the ranks: they know their rank, and are no workers of one."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            parent = int(fields[1])
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if parent == session and any(v.startswith(b"LOCAL_RANK=") for v in environment):
-            found.append(int(entry.name))
-    return found
+    return {str(step) for step in steps(output_dir)}

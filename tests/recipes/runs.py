@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 900.0
+"""Of whatever should end: far beyond what a loaded machine needs, for a hang has no end."""
 
 TINY = {
     "device": "cpu",
@@ -91,7 +93,7 @@ class Tune:
         """Run it to its end; the exit code must be ``code``. ``how``: see ``start``."""
         process = self.start(*args, **how)
         try:
-            out, err = process.communicate(timeout=300)
+            out, err = process.communicate(timeout=TIMEOUT_S)
         except BaseException:
             kill_group(process)
             raise
@@ -106,13 +108,34 @@ class Tune:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """SIGKILL to the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """SIGKILL to the process and all that it started.
+
+    A launcher gives each rank a session of its own; a rank that waits for another in a collective
+    would stay behind for as long as that takes to time out.
+    """
+    for group in (process.pid, *ranks_of(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     process.wait()
 
 
-def wait_for(condition, process: subprocess.Popen, *, timeout_s: float = 240) -> None:
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks: they know their rank, and are no workers of one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if int(fields[1]) == launcher and any(v.startswith(b"LOCAL_RANK=") for v in environment):
+            found.append(int(entry.name))
+    return found
+
+
+def wait_for(condition, process: subprocess.Popen, *, timeout_s: float = TIMEOUT_S) -> None:
     """Poll until it holds; the process must not end before."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -92,7 +93,10 @@ def test_the_console_has_a_table_by_task_and_the_means(evaluated):
         assert re.search(rf"{sum(row['official']) / 2:.2f}\D", line)
         assert row["status"][0].partition("_")[0] in line
     for name, value in evaluated.result["metrics"].items():
-        assert re.search(rf"^{re.escape(name)} +{value:.3f}$", out, re.MULTILINE), name
+        interval = evaluated.result["intervals"].get(name)
+        shown = re.escape(f"  95 % [{interval[0]:.3f}, {interval[1]:.3f}]") if interval else ""
+        line = rf"^{re.escape(name)} +{value:.3f}{shown}$"
+        assert re.search(line, out, re.MULTILINE), name
 
 
 def test_the_safety_report_stands_at_the_end(evaluated):
@@ -103,6 +107,63 @@ def test_the_safety_report_stands_at_the_end(evaluated):
     assert f"{evaluated.output_dir.name} (n=6)" in evaluated.done.stdout
     assert evaluated.result["settings"]["env"]["paraphrases"] == "train"
     assert "output_dir" not in evaluated.result["settings"]
+
+
+def test_the_same_evaluation_writes_the_same_bytes(tune, straight, evaluated, tmp_path):
+    tune.run(*evaluation(straight.output_dir / "step_4", tmp_path / "again"))
+    again = (tmp_path / "again/eval.json").read_bytes()
+    assert again == (evaluated.output_dir / "eval.json").read_bytes()
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(tune, straight, evaluated, tmp_path):
+    """Two rollouts and half of a third are in the file, and no result."""
+    output_dir = tmp_path / "run"
+    shutil.copytree(evaluated.output_dir, output_dir)
+    (output_dir / "eval.json").unlink()
+    lines = (output_dir / "rollouts.jsonl").read_bytes().splitlines(keepends=True)
+    left = b"".join(lines[:2])
+    (output_dir / "rollouts.jsonl").write_bytes(left + lines[2][:100])
+    done = tune.run(*evaluation(straight.output_dir / "step_4", output_dir, resume="true"))
+    assert "resuming: 2 of 6 rollouts were played before" in done.stdout
+    assert (output_dir / "rollouts.jsonl").read_bytes().startswith(left)
+    names = [r.rollout.spec.rollout_id for r in read_rollouts(output_dir / "rollouts.jsonl")]
+    assert len(names) == len(set(names)) == 6
+    assert json.loads((output_dir / "eval.json").read_text()) == evaluated.result
+
+
+def test_an_evaluation_goes_on_under_the_same_settings_alone(
+    tune, straight, evaluated, monkeypatch, capsys
+):
+    from components import cli
+    from tests.recipes.runs import ROOT
+
+    monkeypatch.chdir(ROOT)
+    keys = {"resume": "true", "rollout__temperature": 0.5}
+    args = evaluation(straight.output_dir / "step_4", evaluated.output_dir, **keys)
+    monkeypatch.setattr("sys.argv", ["tune", *args])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    message = "rollouts played with other settings: rollout.temperature was 1.0, is 0.5"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_seeds_are_pooled_and_told_apart(tune, straight, evaluated, tmp_path):
+    keys = {"num_seeds": 2, "num_trials": 1}
+    tune.run(*evaluation(straight.output_dir / "step_4", tmp_path / "run", **keys))
+    result = json.loads((tmp_path / "run/eval.json").read_text())
+    rollouts = [r.rollout for r in read_rollouts(tmp_path / "run/rollouts.jsonl")]
+    assert list(result["seeds"]) == ["0", "1"]
+    for seed, means in result["seeds"].items():
+        some = [r for r in rollouts if r.spec.rollout_id.startswith(f"eval/{seed}/")]
+        assert sorted(r.spec.task_id for r in some) == sorted(TASKS)
+        official = [r.reward_breakdown["official"] for r in some]
+        assert means["official_mean"] == pytest.approx(sum(official) / 3)
+    assert len({r.spec.env_seed for r in rollouts if r.spec.task_id == TASKS[0]}) == 2
+    assert len({r.spec.seed for r in rollouts}) == 6
+    assert result["num_trials"] == 2
+    assert "eval/pass^2" in result["metrics"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_the_large_configs_on_the_meta_device(
     tmp_path, monkeypatch, name, layers, experts, billions
 ):
     cfg = validate(load_config(name), grpo_agentic.SCHEMA, check=grpo_agentic.check)
-    monkeypatch.setattr(builders, "load_hf", lambda model, directory: model)
+    monkeypatch.setattr(builders, "load_hf", lambda model, directory, **_: model)
     model = instantiate(cfg.model, released(tmp_path / "m", layers, experts), dtype=torch.bfloat16)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     assert all(p.is_meta for n, p in model.named_parameters() if ".experts." in n)

@@ -17,8 +17,13 @@ END_FACTOR = 3.7
 token in ten then ends its turn."""
 
 
-def write(directory: Path, tokenizer_from: Path, *, context: int = CONTEXT) -> Path:
-    """Write the directory; always the same weights, for a context of that many tokens."""
+def write(
+    directory: Path, tokenizer_from: Path, *, context: int = CONTEXT, end_factor: float = END_FACTOR
+) -> Path:
+    """Write the directory; always the same weights, for a context of that many tokens.
+
+    ``end_factor``: see ``END_FACTOR``; another one is needed for another temperature.
+    """
     directory.mkdir(parents=True)
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer_from / name, directory / name)
@@ -44,11 +49,11 @@ def write(directory: Path, tokenizer_from: Path, *, context: int = CONTEXT) -> P
         "vocab_size": VOCAB,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(_tensors(), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(_tensors(end_factor), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def _tensors() -> dict[str, torch.Tensor]:
+def _tensors(end_factor: float) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, std: float = 0.05) -> torch.Tensor:
@@ -56,7 +61,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
     shared = torch.nn.functional.normalize(torch.randn(HIDDEN, generator=generator), dim=0)
     embeddings = normal(VOCAB, HIDDEN) + shared
-    embeddings[END] = shared * END_FACTOR
+    embeddings[END] = shared * end_factor
     tensors = {"model.embed_tokens.weight": embeddings, "model.norm.weight": torch.ones(HIDDEN)}
     for layer in range(NUM_LAYERS):
         shapes = {

@@ -106,6 +106,19 @@ def test_ls_shows_configs_beside_the_recipe_that_they_name():
         assert name in shown[shipped.recipe_of(file)]
 
 
+def test_sft_is_listed_with_its_configs_which_fit_it(here, tune):
+    lines = light("ls").stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("sft_agentic "))
+    assert [line.split()[-1] for line in lines[at : at + 2]] == ["mock_sft", "retail_sft"]
+    for name in ("mock_sft", "retail_sft"):
+        code, out, err = tune("validate", name)
+        assert (code, err) == (0, "")
+        assert "fits recipe sft_agentic" in out
+    code, _, err = tune("validate", "mock_sft", "held_out_fraction=0.1")
+    assert code == 2
+    assert "held_out_fraction: unknown key; did you mean 'held_out_frac'?" in err
+
+
 def test_every_shipped_config_names_a_shipped_recipe():
     for name, file in shipped.configs().items():
         assert shipped.recipe_of(file) in shipped.recipes(), name

@@ -18,10 +18,14 @@ import yaml
 from components.training import component, registry
 from components.training.config import load_config, validate
 from components.training.schema import Component, Section, as_field
-from recipes import eval_agentic, grpo_agentic
+from recipes import eval_agentic, grpo_agentic, sft_agentic
 
 ROOT = Path(__file__).parents[2]
-RECIPES = {"grpo_agentic": grpo_agentic, "eval_agentic": eval_agentic}
+RECIPES = {
+    "grpo_agentic": grpo_agentic,
+    "sft_agentic": sft_agentic,
+    "eval_agentic": eval_agentic,
+}
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("tests/**/*.md")])
 CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
 
@@ -32,10 +36,16 @@ WHAT_LOGS = {
         "components/models/gpt_oss/*.py",
         "components/rollout/stats.py",
         "components/rollout/evaluation.py",
+        "components/policy/vllm.py",
+    ),
+    "sft_agentic": (
+        "recipes/sft_agentic.py",
+        "components/training/supervised.py",
+        "components/rollout/evaluation.py",
     ),
     "eval_agentic": ("recipes/eval_agentic.py", "components/rollout/evaluation.py"),
 }
-METRIC = re.compile(r"[a-z]+/(?!\*$)[\w^*]+")
+METRIC = re.compile(r"[a-z]+/(?!\*$)[\w^@*]+")
 TRACKED = ("recipes/", "components/", "configs/", "tools/", "tests/")
 
 

@@ -33,8 +33,8 @@ def would_run(target: str, **variables: str) -> list[str]:
 def test_make_test_checks_and_then_tests():
     lines = would_run("test", VENV=".venv")
     checks = [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/pyright"]
-    marks = "not slow and not gpu and not compile and not tau2 and not vllm"
-    tests = f'.venv/bin/python -m pytest tests -m "{marks}"'
+    marks = "not slow and not gpu and not compile and not tau2 and not vllm and not browser"
+    tests = f'.venv/bin/python -m pytest tests -n 2 --dist loadfile -m "{marks}"'
     places = [lines.index(line) for line in (*checks, ".venv/bin/codespell", tests)]
     assert places == sorted(places)
     assert lines.index(".venv/bin/python tools/get_model.py") < lines.index(tests)
@@ -46,6 +46,8 @@ def test_each_group_of_tests_has_its_command():
     run = ".venv/bin/python -m pytest tests -m"
     assert would_run("test-slow", VENV=".venv")[-1] == f'{run} "slow and not gpu"'
     assert would_run("test-compile", VENV=".venv")[-1] == f'{run} "compile and not gpu"'
+    browser = ".venv/bin/python -m pytest tests/browser -m browser"
+    assert would_run("test-browser", VENV=".venv")[-1] == browser
 
 
 @needs_make
@@ -63,6 +65,15 @@ def test_the_server_has_an_environment_of_its_own():
     assert places == sorted(places)
     assert lines.index("v/bin/python tools/get_model.py") < places[-1]
     assert not any(line.startswith("w/") for line in would_run("test", VLLM_VENV="w"))
+
+
+@needs_make
+def test_the_engine_is_tested_on_the_same_server():
+    lines = would_run("test-vllm", VENV="v", VLLM_VENV="w")
+    last = f"VLLM_VENV={ROOT}/w v/bin/python -m pytest tests/vllm/test_engine.py -m vllm"
+    assert lines[-1] == last
+    assert lines.index("touch w/.done") < len(lines) - 1
+    assert lines.index("v/bin/python tools/get_model.py") < len(lines) - 1
 
 
 @needs_make

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from components.chat.hermes import HermesRenderer
-from components.data.demonstrations import collect, cut_to, demonstrate
+from components.data.demonstration_file import (
+    made_with,
+    read_demonstrations,
+    split_by_task,
+    write_demonstrations,
+)
+from components.data.demonstrations import broken_rules, collect, cut_to, demonstrate
 from components.data.oracle_facts import RetailFacts
 from components.data.oracle_retail import RetailOracle
-from components.envs.base import Message
+from components.envs.base import Message, Task
 from components.envs.tau2 import Tau2Env
 from components.envs.tau2_data import domain_data, find_task, task_ids
 from components.rollout.specs import group_specs
@@ -135,6 +141,7 @@ def check_all(rollout):
     assert rollout.status == "completed", rollout.error
     assert rollout.reward == rollout.reward_breakdown["official"] == 1.0
     check_policy(rollout)
+    assert broken_rules(rollout) == []
     check_reads_before_writes(rollout)
     check_grounded(rollout)
     for message in rollout.messages:
@@ -210,7 +217,11 @@ def test_collect_keeps_full_rewards_and_counts_the_rest(rollouts):
     assert len(long.tokens) > len(good.tokens)
     bad = replace(good, reward=0.0, reward_breakdown={"official": 0.0})
     failed = replace(good, status="error_infra", reward=None, reward_breakdown={}, error="lost")
-    played = {"good": good, "bad": bad, "failed": failed, "long": long}
+    beside = {"content": "One moment."}
+    messages = tuple(m | beside if m.get("tool_calls") else m for m in good.messages)
+    rude = replace(good, messages=messages)  # text beside a call
+    assert broken_rules(rude) == ["S7"]
+    played = {"good": good, "bad": bad, "rude": rude, "failed": failed, "long": long}
     specs = [replace(good.spec, rollout_id=name) for name in played]
 
     def player(spec):
@@ -219,12 +230,73 @@ def test_collect_keeps_full_rewards_and_counts_the_rest(rollouts):
     limit = len(good.tokens)
     demos = collect(specs, play=player, max_tokens=limit)
     assert [r.spec.rollout_id for r in demos.rollouts] == ["good"]
-    assert demos.dropped == {"reward": ("bad",), "too_long": ("long",), "error": ("failed",)}
+    assert demos.dropped == {
+        "reward": ("bad",),
+        "safety": ("rude",),
+        "too_long": ("long",),
+        "error": ("failed",),
+    }
     assert demos.num_cut == 0
     demos = collect(specs, play=player, max_tokens=limit, cut=True)
     assert [r.spec.rollout_id for r in demos.rollouts] == ["good", "long"]
     assert demos.num_cut == 1
     assert demos.dropped["too_long"] == ()
+
+
+SETTINGS = {"env": {"domain": "retail"}, "renderer": {"tool_format": "json"}}
+
+
+def test_a_directory_of_demonstrations(rollouts, tmp_path):
+    good, other = rollouts["113"], rollouts["0"]
+    tokenizer = tiny_tokenizer_dir(tmp_path / "model")
+    settings = made_with({**SETTINGS, "seed": 1}, model_dir=tokenizer)
+    made = collect([good.spec, other.spec], play=rollouts_by_spec(rollouts), max_tokens=10**6)
+    path = write_demonstrations(tmp_path / "made", made, settings=settings, facts={"seed": 1})
+    tasks = [Task(id=i, domain="retail", split="train") for i in ("113", "0", "22")]
+    found = read_demonstrations(path, tasks=tasks, settings=settings)
+    assert [r.tokens for r in found] == [good.tokens, other.tokens]  # all of the ledger
+    with pytest.raises(ValueError, match="task retail/0 is not among the training tasks"):
+        read_demonstrations(path, tasks=tasks[:1], settings=settings)
+    env = {"env": {"domain": "retail", "max_steps": 9}}
+    changed = made_with(SETTINGS | env, model_dir=tokenizer)
+    with pytest.raises(ValueError, match=r"env\.max_steps was None, is 9"):
+        read_demonstrations(path, tasks=tasks, settings=changed)
+    checker = {"env": {"domain": "retail", "checker": "x"}}  # changes no token
+    assert made_with(SETTINGS | checker, model_dir=tokenizer) == settings
+    (tokenizer / "tokenizer.json").write_text("{}")
+    changed = made_with(SETTINGS, model_dir=tokenizer)
+    with pytest.raises(ValueError, match="tokenizer was"):
+        read_demonstrations(path, tasks=tasks, settings=changed)
+    with pytest.raises(ValueError, match="exists and is not an empty directory"):
+        write_demonstrations(path, made, settings=settings, facts={})
+    nothing = replace(made, rollouts=())
+    with pytest.raises(ValueError, match="not one demonstration succeeded"):
+        write_demonstrations(tmp_path / "more", nothing, settings=settings, facts={})
+    assert {p.name for p in tmp_path.iterdir()} == {"model", "made"}
+
+
+def rollouts_by_spec(rollouts):
+    return lambda spec: rollouts[spec.task_id]
+
+
+def test_held_out_tasks_are_apart_whatever_the_order(rollouts):
+    several = [
+        replace(r, spec=replace(r.spec, rollout_id=f"{r.spec.task_id}/{n}"))
+        for r in rollouts.values()
+        for n in range(2)
+    ]
+    trained, held_out = split_by_task(several, held_out_frac=0.3, seed=1)
+    apart = [{r.spec.task_id for r in some} for some in (trained, held_out)]
+    assert not apart[0] & apart[1]
+    assert (len(apart[0]), len(apart[1]), len(held_out)) == (5, 2, 4)
+    again = split_by_task(several[::-1], held_out_frac=0.3, seed=1)
+    assert {r.spec.task_id for r in again[1]} == apart[1]
+    by_seed = [split_by_task(several, held_out_frac=0.3, seed=seed)[1] for seed in range(8)]
+    assert len({frozenset(r.spec.task_id for r in some) for some in by_seed}) > 1
+    assert split_by_task(several, held_out_frac=0, seed=1) == (several, [])
+    assert len(split_by_task(several, held_out_frac=0.01, seed=1)[1]) == 2  # one task at least
+    with pytest.raises(ValueError, match="of 1 demonstrated tasks none is left"):
+        split_by_task(several[:2], held_out_frac=0.1, seed=1)
 
 
 def test_a_wrong_demonstration_earns_nothing(player):

@@ -23,7 +23,7 @@ def ids(dataset):
 
 def test_every_list_says_why_and_names_tasks_that_exist():
     assert set(task_lists()) == {
-        *("do_nothing", "transfer_at_once", "order_sensitive", "wrong_gold"),
+        *("do_nothing", "transfer_at_once", "order_sensitive", "agent_conditional", "wrong_gold"),
     }
     for name, entry in task_lists().items():
         assert entry["why"], name
@@ -31,6 +31,12 @@ def test_every_list_says_why_and_names_tasks_that_exist():
         for domain, found in entry["tasks"].items():
             assert len(set(found)) == len(found)
             assert set(found) <= set(domain_data(domain).tasks), (name, domain)
+
+
+def test_agent_conditional_tasks_are_those_of_the_tiers():
+    file = Path(__file__).parents[2] / "data/retail_scripted_tiers.json"
+    tier = json.loads(file.read_text())["C2_agent_conditional"]
+    assert task_lists()["agent_conditional"]["tasks"]["retail"] == tier
 
 
 @pytest.mark.parametrize("domain", ["retail", "airline", "mock"])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from components.policy.sampling import sample, uniforms
+from components.policy.sampling import sample, truncate, uniforms
 
 
 def test_oracle_value():
@@ -72,3 +72,44 @@ def test_the_whole_distribution_is_sampled():
     assert tokens == [0, 1, 2]
     assert logprobs == pytest.approx([math.log(0.5), math.log(0.3), math.log(0.2)])
     assert logprobs[0] != pytest.approx(math.log(0.625))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "expected"),
+    [
+        (0.75, None, [0.625, 0.375, 0.0]),  # .5 is too little, .5 + .3 is enough
+        (0.49, None, [1.0, 0.0, 0.0]),
+        (0.79, None, [0.625, 0.375, 0.0]),
+        (0.81, None, [0.5, 0.3, 0.2]),
+        (1e-9, None, [1.0, 0.0, 0.0]),  # never nothing
+        (1.0, 2, [0.625, 0.375, 0.0]),
+        (1.0, 9, [0.5, 0.3, 0.2]),
+        (0.6, 2, [1.0, 0.0, 0.0]),  # .625 of what top_k leaves
+    ],
+)
+def test_what_top_p_and_top_k_leave_is_renormalised(top_p, top_k, expected):
+    order = [1, 2, 0]  # the probabilities are not sorted by id
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()[order][None]
+    expected = [expected[i] for i in order]
+    draws = [(i + 0.5) / 1000 for i in range(1000)]
+    tokens, logprobs = sample(
+        logits.expand(1000, 3),
+        temperatures=[1.0] * 1000,
+        draws=draws,
+        top_p=top_p,
+        top_k=top_k,
+    )
+    for token, p in enumerate(expected):
+        assert tokens.count(token) == pytest.approx(1000 * p, abs=1)
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        assert logprob == pytest.approx(math.log(expected[token]), abs=1e-6)
+
+
+def test_top_k_of_equal_tokens_takes_the_lowest_ids_and_temperature_comes_first():
+    equal = torch.zeros(1, 300)
+    assert truncate(equal, top_p=1.0, top_k=2)[0].isfinite().nonzero().flatten().tolist() == [0, 1]
+    # at temperature 2 the probabilities of 0, ln 4 are 1/3 and 2/3, at 1 they are 1/5 and 4/5
+    logits = torch.tensor([[0.0, math.log(4.0)]]).expand(2, 2)
+    _, [cold, hot] = sample(logits, temperatures=[1.0, 2.0], draws=[0.99] * 2, top_p=0.7)
+    assert cold == pytest.approx(0.0)
+    assert hot == pytest.approx(math.log(2 / 3))

@@ -49,12 +49,13 @@ def test_the_interval_is_that_of_the_mean_of_differences():
     assert found["high"] == pytest.approx(-0.2 + 1.96 * error, abs=0.01)
     assert compare(first, second)["official"] == found  # seeded
     same = compare(first, first)["official"]
-    assert same == {"difference": 0.0, "low": 0.0, "high": 0.0}
+    assert same == {"difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+    assert found["p"] < 1e-4  # 40 tasks got worse, none better
 
 
 def test_one_task_has_no_interval():
     found = compare(evaluation({"1": [1]}), evaluation({"1": [0]}))
-    assert found["official"] == {"difference": -1.0, "low": None, "high": None}
+    assert found["official"] == {"difference": -1.0, "low": None, "high": None, "p": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "env.paraphrases: None -> held_out" in out
     assert "task 1: official 1.00 -> 0.50" in out
-    assert "official: -0.333  95 % [-0.500, +0.000], paired over 3 tasks" in out
+    assert "official: -0.333  95 % [-0.500, +0.000], p 0.500, paired over 3 tasks" in out
     assert json.loads(paths[2].read_text())["num_tasks"] == 3
     for text, message in (("{", "Expecting property name"), ("{}", "not written by eval_agentic")):
         paths[1].write_text(text)

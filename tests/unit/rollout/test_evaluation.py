@@ -10,9 +10,13 @@ from components.rollout.evaluation import (
     by_task,
     evaluation_line,
     evaluation_metrics,
+    evaluation_summary,
     official_reward,
+    pass_at_k,
     pass_hat_k,
 )
+from components.rollout.intervals import bootstrap, interval, sign_flip_test
+from components.safety.report import wilson
 from tests.unit.rollout.test_stats import rollout
 
 
@@ -25,6 +29,74 @@ def test_pass_hat_k_is_the_share_of_subsets_that_all_succeed(num_trials):
             expected = sum(map(all, subsets)) / len(subsets)
             assert pass_hat_k(num_trials, correct, k) == pytest.approx(expected)
     assert pass_hat_k(4, 3, 2) == 0.5  # the paper's estimator, by hand
+
+
+@pytest.mark.parametrize("num_trials", [1, 2, 4, 5])
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(num_trials):
+    for correct in range(num_trials + 1):
+        outcomes = [True] * correct + [False] * (num_trials - correct)
+        for k in range(1, num_trials + 1):
+            subsets = list(itertools.combinations(outcomes, k))
+            expected = sum(map(any, subsets)) / len(subsets)
+            assert pass_at_k(num_trials, correct, k) == pytest.approx(expected)
+    assert pass_at_k(4, 1, 2) == 0.5
+
+
+def test_every_k_is_there_and_the_two_kinds_are_apart():
+    rollouts = [*task("create_task_1", 1.0, 0.0, 0.0), *task("update_task_1", 1.0, 1.0, 0.5)]
+    found = evaluation_metrics(rollouts, num_trials=3)
+    for k in (1, 2, 3):  # 1 and 2 successes of 3
+        assert found[f"eval/pass^{k}"] == pytest.approx(
+            (pass_hat_k(3, 1, k) + pass_hat_k(3, 2, k)) / 2
+        )
+    assert found["eval/pass@2"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["eval/pass@3"] == 1.0
+    assert found["eval/pass^3"] == 0.0
+    assert found["eval/mean@3"] == found["eval/official_mean"] == pytest.approx(3.5 / 6)
+    assert "eval/pass@1" not in found  # it is pass^1
+
+
+def test_intervals_of_a_summary():
+    wins = [*task("create_task_1", 1.0), *task("update_task_1", 0.0), *task("a", 0.0)]
+    found = evaluation_summary(wins, num_trials=1, of_seeds={"7": wins})
+    assert found["intervals"]["eval/pass^1"] == list(wilson(1, 3))
+    assert found["seeds"] == {"7": {"official_mean": pytest.approx(1 / 3), "strict_mean": 0.5}}
+    assert found["seed_std"] is None
+    other = [*task("create_task_1", 1.0), *task("update_task_1", 1.0), *task("a", None)]
+    both = [*wins, *other]
+    found = evaluation_summary(both, num_trials=2, of_seeds={"7": wins, "8": other})
+    assert found["seed_std"] == pytest.approx((1 / 3) / 2**0.5)  # of 1/3 and 2/3, by hand
+    assert found["intervals"]["eval/pass^1"] == list(bootstrap([1.0, 0.5, 0.0]))
+    assert found["intervals"]["eval/pass^2"] == list(wilson(1, 3))
+
+
+def test_an_interval_has_width_where_everything_failed():
+    assert interval([0.0] * 20) == wilson(0, 20)
+    assert interval([0.0] * 20)[1] == pytest.approx(0.161, abs=1e-3)  # z^2 / (n + z^2)
+    assert interval([0.5]) == (0.0, 1.0)
+    low, high = interval([i / 200 for i in range(201)])  # the normal approximation is close
+    error = (sum((i / 200 - 0.5) ** 2 for i in range(201)) / 201 / 201) ** 0.5
+    assert (low, high) == pytest.approx((0.5 - 1.96 * error, 0.5 + 1.96 * error), abs=0.005)
+
+
+def test_the_sign_flip_test_by_hand():
+    assert sign_flip_test([1.0] * 5) == 2 / 32
+    assert sign_flip_test([1.0] * 5 + [0.0] * 30) == 2 / 32  # ties say nothing
+    assert sign_flip_test([0.5, -0.5]) == 1.0
+    assert sign_flip_test([]) == sign_flip_test([0.0]) == 1.0
+    # Of 2^3 sums of +-1 +-2 +-4 those with |sum| >= 5: +-(1 + 4 + 2), +-(4 + 2 - 1).
+    assert sign_flip_test([-1.0, 2.0, 4.0]) == 4 / 8
+
+
+def test_the_sign_flip_test_of_many_tasks_is_near_the_normal_one():
+    from math import erfc
+
+    differences = [1.0] * 30 + [-1.0] * 15
+    z = (15 - 1) / 45**0.5  # continuity: sums go in steps of 2
+    found = sign_flip_test(differences)
+    assert found == pytest.approx(erfc(z / 2**0.5), abs=0.01)
+    assert sign_flip_test(differences) == found  # seeded
+    assert 0 < sign_flip_test([1.0] * 60) < 1e-4
 
 
 @pytest.mark.parametrize("k", [0, -1, 5])
@@ -54,6 +126,8 @@ def test_failures_stay_in_the_denominator():
             "eval/strict_mean": 5 * 0.5 / 6,
             "eval/pass^1": (1 + 0.5 + 0.5) / 3,
             "eval/pass^2": 1 / 3,
+            "eval/mean@2": 4 / 6,
+            "eval/pass@2": 1.0,
             "eval/error_frac": 1 / 6,
             "eval/turns": 4.0,
             "eval/tool_calls": 2.0,

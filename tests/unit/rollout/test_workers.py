@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from components.rollout.agent_loop import Limits
-from components.rollout.types import Rollout
+from components.rollout.stats import rollout_metrics
+from components.rollout.types import Rollout, SampleFailure
 from components.rollout.workers import Failure, WorkerPool
 from tests.unit.rollout import fakes
 from tests.unit.rollout.fakes import CALL, FakeEngine, look_inside, make_env, make_renderer, spec
@@ -124,6 +125,26 @@ class TestRounds:
         [rollout] = pool.run([spec("user_stop:2")], FakeEngine())
         assert rollout.status == "completed"
         assert len(rollout.turns) == 2
+
+    def test_a_turn_that_could_not_be_sampled_loses_its_rollout_and_no_other(self, pool):
+        class Lossy(FakeEngine):
+            def generate(self, requests):
+                turns = super().generate(requests)
+                lost = SampleFailure(error="the server is gone")
+                number = len(self.batches)
+                return [
+                    lost if number == 2 and request.rollout_id.endswith("/1") else turn
+                    for request, turn in zip(requests, turns, strict=True)
+                ]
+
+        engine = Lossy()
+        specs = [spec("user_stop:3", member=i) for i in range(3)]
+        rollouts = pool.run(specs, engine)
+        assert [r.status for r in rollouts] == ["completed", "error_infra", "completed"]
+        lost = rollouts[1]
+        assert (lost.reward, lost.error, len(lost.turns)) == (None, "the server is gone", 1)
+        assert rollout_metrics(rollouts)["rollout/error_frac"] == pytest.approx(1 / 3)
+        assert sorted(engine.released) == sorted(s.rollout_id for s in specs)
 
     def test_temperature_and_rounds(self, pool):
         engine, rounds = FakeEngine(), []

@@ -129,6 +129,11 @@ def still_being_written(path):
     path.rename(path.with_name(path.name + ".tmp"))
 
 
+def model_being_written(path):
+    """``save_hf`` has a temporary name of its own."""
+    path.rename(path.with_name(path.name + ".tmp.tmp"))
+
+
 @pytest.mark.parametrize(
     ("tear", "said"),
     [
@@ -139,6 +144,7 @@ def still_being_written(path):
         (cut_manifest, "step_4 is not whole: ignored"),
         (empty_manifest, "step_4 is not whole: ignored"),
         (still_being_written, "step_4.tmp was being written when the run stopped: ignored"),
+        (model_being_written, "step_4.tmp.tmp was being written when the run stopped: ignored"),
     ],
 )
 def test_a_torn_checkpoint_is_ignored_and_named(tmp_path, caplog, tear, said):

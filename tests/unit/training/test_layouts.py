@@ -23,7 +23,7 @@ from components.rl.importance import Importance
 from components.rl.losses import CISPOLoss, GRPOLoss, GSPOLoss
 from components.rl.objective import Objective
 from components.rl.packing import PackItem, empty_batch, pack
-from components.training.parallelize import World, full_tensor, shard
+from components.training.parallelize import World, full_tensor, shard, shard_like
 from components.training.policy_update import PolicyUpdate, UpdateSettings
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
@@ -115,7 +115,8 @@ def policies(tmp_path_factory):
 
 def reference_of(model, weights) -> ReferencePolicy:
     reference = ReferencePolicy(model)
-    reference.load_full_state(weights)
+    for name, tensor in reference.tensors().items():
+        tensor.copy_(shard_like(tensor, weights[name]))
     return reference
 
 

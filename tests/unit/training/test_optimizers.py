@@ -1,5 +1,7 @@
 """torchao's 8-bit optimizers on fp32 masters: against AdamW, in bytes, and resumed."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from components.training import checkpoint
 from components.training.optimizers import OptimizerComponent, set_learning_rate
 from components.training.parallelize import World
 from components.training.precision import MasterWeights
+from components.training.resume_state import load_weights
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -82,22 +85,21 @@ def test_eight_bits_train_like_adamw_and_resume_bitwise(tmp_path):
     model, masters, optimizer = trainee(AdamW8bit)
     start = weights(masters)
     train(model, masters, optimizer, range(3))
-    state = checkpoint.gather(masters, optimizer, None, {"step": 3, "seed": 0})
-
-    def write_model(path):
-        path.mkdir()
-
-    path = checkpoint.save(tmp_path, 3, state, save_model=write_model, world=ALONE)
+    checkpoints = checkpoint.Checkpoints(tmp_path, ALONE)
+    facts = {"step": 3, "seed": 0}
+    checkpoints.save(masters, optimizer, None, facts, take_model=lambda changing: Path.mkdir)
+    path = checkpoint.last_whole(tmp_path)
+    assert path is not None
     train(model, masters, optimizer, range(3, 6))
     whole = weights(masters)
 
     again = trainee(AdamW8bit)
-    checkpoint.restore(path, again[1], again[2], None, seed=0)
+    checkpoints.restore(path, again[1], again[2], None, seed=0)
     train(*again, range(3, 6))
     resumed = weights(again[1])
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     lost = trainee(AdamW8bit)  # the test would see a lost state
-    checkpoint.load_weights(lost[1].named_parameters(), state.weights)
+    load_weights(lost[1].named_parameters(), checkpoint.load(path).weights)
     lost[1].publish()
     train(*lost, range(3, 6))
     assert not torch.equal(weights(lost[1])["0.weight"], whole["0.weight"])

@@ -3,7 +3,7 @@
 import pytest
 
 from components.training.config import ConfigError, load_config
-from components.training.sections import same_tasks, train_split
+from components.training.sections import same_tasks, train_split, whole_distribution
 from recipes.grpo_agentic import recipe_main
 
 
@@ -76,3 +76,13 @@ def test_datasets_of_one_environment_must_be_of_its_domain():
     assert problems(mixed(env)) == [
         "dataset.datasets.retail.domain = retail: must be env.domain = mock"
     ]
+
+
+@pytest.mark.parametrize("setting", ["top_p=0.9", "top_k=40"])
+def test_training_samples_from_the_whole_distribution(setting):
+    assert whole_distribution(load_config("mock", ["engine.top_p=1.0", "engine.top_k=null"])) == []
+    cfg = load_config("mock", [f"engine.{setting}"])
+    [problem] = whole_distribution(cfg)
+    assert problem.startswith(f"engine.{setting.replace('=', ' = ')}: training samples from")
+    with pytest.raises(ConfigError, match="training samples from the whole distribution"):
+        recipe_main.validate(cfg)

@@ -8,7 +8,11 @@ import torch
 from components.rollout.types import Ledger, Rollout, RolloutSpec
 from components.training.parallelize import World
 from components.training.precision import MasterWeights
-from components.training.supervised import SupervisedSettings, supervised_steps
+from components.training.supervised import (
+    SupervisedSettings,
+    SupervisedUpdate,
+    supervised_steps,
+)
 from tests.unit.policy.tiny import VOCAB, plain_logits, tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -154,7 +158,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
     with torch.no_grad():
         model.norm.scale.fill_(float("nan"))
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(FloatingPointError, match="warm start: loss nan"):
+    with pytest.raises(FloatingPointError, match="supervised step 1: loss nan"):
         train(model)
     assert all(
         torch.equal(
@@ -169,3 +173,47 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
 def test_without_demonstrations_there_is_nothing_to_learn():
     with pytest.raises(ValueError, match="no demonstration succeeded"):
         train(tiny_model(), demonstrations=[])
+
+
+def test_steps_taken_from_the_middle_are_those_of_the_whole_run():
+    """What a step draws and its rate depend on its number alone."""
+    whole = tiny_model()
+    found, _ = train(whole, num_steps=5)
+    model = tiny_model()
+    train_some(model, range(3), num_steps=5)
+    losses = train_some(model, range(3, 5), num_steps=5)  # another object, as after a resume
+    assert losses == [loss for _, loss, _ in found[3:]]
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def train_some(model, numbers, **changes):
+    masters = MasterWeights(model)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    update = SupervisedUpdate(
+        model, masters, optimizer, DEMONSTRATIONS, settings=settings(**changes), world=ALONE
+    )
+    return [update.step(number)["loss/total"] for number in numbers]
+
+
+def test_the_loss_of_held_out_demonstrations_is_torchs_and_changes_nothing():
+    model = tiny_model()
+    masters = MasterWeights(model)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    update = SupervisedUpdate(
+        model, masters, optimizer, DEMONSTRATIONS[:3], settings=settings(), world=ALONE
+    )
+    total, count = 0.0, 0
+    for rollout in DEMONSTRATIONS[3:]:
+        ids, mask = rollout.tokens.ids, rollout.tokens.loss_mask
+        logits = plain_logits(model, list(ids))
+        places = [t for t in range(1, len(ids)) if mask[t]]
+        targets = torch.tensor([ids[t] for t in places])
+        before = torch.stack([logits[t - 1] for t in places])
+        total += float(torch.nn.functional.cross_entropy(before, targets, reduction="sum"))
+        count += len(places)
+    weights = [p.detach().clone() for p in model.parameters()]
+    assert update.loss_of(DEMONSTRATIONS[3:]) == pytest.approx(total / count, rel=1e-4)
+    assert all(p.grad is None for p in masters.parameters())
+    for a, b in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -70,7 +70,7 @@ def test_all_losses_of_the_page_are_found():
         (["importance_cap=2"], "importance_cap: unknown key"),
         # Fault 16: a cut distribution is renormalised, and its ratio would be wrong: no such key.
         (["rollout.top_p=0.75"], r"rollout\.top_p: unknown key"),
-        (["engine.top_p=0.75"], r"engine\.top_p: "),
+        (["engine.top_p=0.75"], r"engine\.top_p = 0\.75: training samples from the whole"),
         (["loss.eps_hi=0.3"], r"loss\.eps_hi.*did you mean '?(loss\.)?eps_hi"),
     ],
 )

@@ -110,9 +110,10 @@ def write(directory: Path, *, state: dict[str, Tensor] | None = None, **config) 
     return directory
 
 
-def write_packed(directory: Path) -> Path:
-    """An MXFP4 directory: bf16 but for the experts' weights."""
-    state = packed(tensors(dtype=torch.bfloat16))
+def write_packed(directory: Path, *, state: dict[str, Tensor] | None = None, **config) -> Path:
+    """An MXFP4 directory: bf16 but for the experts' weights, which are others than in ``state``."""
+    state = packed(tensors(dtype=torch.bfloat16) if state is None else state)
     modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
-    return write(directory, state=state, quantization_config=quantization, torch_dtype="bfloat16")
+    config |= {"quantization_config": quantization, "torch_dtype": "bfloat16"}
+    return write(directory, state=state, **config)

@@ -1,0 +1,134 @@
+"""All keys and values that an engine keeps, and the memory that they may take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from components.policy.cache import RolloutCache, RowPool, SharedPrefix
+from components.rollout.types import SampleRequest
+
+
+class CacheStore:
+    """The caches of the rollouts and the prefixes they share, within a limit.
+
+    Args:
+        num_layers: layers of the model.
+        num_kv_heads: its key heads.
+        token_bytes: keys and values of one token in all layers.
+        max_bytes: most bytes of all keys and values; None for no limit.
+    """
+
+    def __init__(
+        self, *, num_layers: int, num_kv_heads: int, token_bytes: int, max_bytes: int | None
+    ) -> None:
+        self.caches: dict[str, RolloutCache] = {}
+        self.shared: dict[tuple[int, ...], SharedPrefix] = {}
+        self.pool = RowPool(
+            num_layers=num_layers, num_kv_heads=num_kv_heads, exact=max_bytes is not None
+        )
+        self._num_forgotten = 0
+        self._token_bytes, self._max_bytes = token_bytes, max_bytes
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        """Free what is kept for these rollouts; ids that are not known are passed over."""
+        for rollout_id in rollout_ids:
+            cache = self.caches.pop(rollout_id, None)
+            if cache is not None:
+                self.pool.release(cache.row)
+
+    def num_bytes(self) -> int:
+        """Memory of all keys and values, shared prefixes included."""
+        return self.pool.num_bytes() + sum(s.num_bytes() for s in self.shared.values())
+
+    def take_forgotten(self) -> int:
+        """How many rollouts were forgotten since the last call of this."""
+        count, self._num_forgotten = self._num_forgotten, 0
+        return count
+
+    def make_room(
+        self, request: SampleRequest, *, length: int, busy: Mapping[str, int], waiting: set[str]
+    ) -> bool:
+        """Make sure that one more turn fits, to its end.
+
+        What no turn of this call needs is forgotten for it: prefixes that nobody has, then
+        rollouts, those first that were sampled longest ago. A rollout that was forgotten is
+        computed anew when it comes back. The caches of those that wait are touched only where
+        nothing else runs.
+
+        Args:
+            request: the turn.
+            length: most tokens that its rollout has when the turn ends.
+            busy: those that the rollouts in the batch have at the end of theirs.
+            waiting: rollouts of the requests that come after it.
+
+        Returns:
+            False if it must wait for a turn of the batch to end.
+        """
+        if self._max_bytes is None:
+            return True
+        lengths = {**busy, request.rollout_id: length}
+        while self._needed(request, lengths) > self._max_bytes:
+            if not self._forget_one(request, busy, waiting):
+                return False
+        rows, blocks = self._grid(request, lengths)
+        rows, blocks = max(rows, self.pool.num_rows), max(blocks, self.pool.num_blocks)
+        if rows * blocks * self.pool.block * self._token_bytes > self._left(request):
+            self._compact()
+        return True
+
+    def _grid(self, request: SampleRequest, lengths: Mapping[str, int]) -> tuple[int, int]:
+        """Rows and blocks of a pool that holds everybody."""
+        cached = {
+            name: lengths.get(name, len(cache.ids)) - cache.base
+            for name, cache in self.caches.items()
+        }
+        base = len(shared_part(request))
+        own = {request.rollout_id: lengths[request.rollout_id] - base} | cached
+        return len(own), -(-max(own.values()) // self.pool.block)
+
+    def _left(self, request: SampleRequest) -> int:
+        """What shared prefixes leave of the limit, this request's included."""
+        assert self._max_bytes is not None
+        tokens = sum(map(len, self.shared))
+        prefix = shared_part(request)
+        if request.rollout_id not in self.caches and prefix not in self.shared:
+            tokens += len(prefix)
+        return self._max_bytes - tokens * self._token_bytes
+
+    def _needed(self, request: SampleRequest, lengths: Mapping[str, int]) -> int:
+        assert self._max_bytes is not None
+        rows, blocks = self._grid(request, lengths)
+        pool = rows * blocks * self.pool.block * self._token_bytes
+        return self._max_bytes - self._left(request) + pool
+
+    def _forget_one(self, request: SampleRequest, busy: Collection[str], waiting: set[str]) -> bool:
+        """Forget what is needed last; False if all that is left is needed now."""
+        used = {id(cache.shared) for cache in self.caches.values()}
+        wanted = shared_part(request)
+        for ids, shared in self.shared.items():
+            if id(shared) not in used and ids != wanted:
+                del self.shared[ids]
+                return True
+        others = [n for n in self.caches if n not in busy and n != request.rollout_id]
+        idle = [name for name in others if name not in waiting]
+        if not idle and (busy or not others):
+            return False
+        self.release([idle[0] if idle else others[-1]])
+        self._num_forgotten += 1
+        return True
+
+    def _compact(self) -> None:
+        """Move the rows that are in use together, and give the rest of the pool back."""
+        caches = list(self.caches.values())
+        longest = max((len(cache.ids) - cache.base for cache in caches), default=0)
+        self.pool.compact([cache.row for cache in caches], length=longest)
+        for row, cache in enumerate(caches):
+            cache.row = row
+
+
+def shared_part(request: SampleRequest) -> tuple[int, ...]:
+    """The ids that are kept once for all rollouts that begin with them.
+
+    The last token of a context is always the rollout's own: its logits are wanted.
+    """
+    return request.context[: min(request.shared_len, len(request.context) - 1)]
