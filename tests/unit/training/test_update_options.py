@@ -10,6 +10,7 @@ from components.training.config import as_dict, instantiate, load_config, valida
 from components.training.sections import engine_apart
 from recipes.grpo_agentic import SCHEMA, check
 
+ADDRESSES = "engine.addresses=[http://127.0.0.1:1]"
 MOCK = Path(__file__).parents[3] / "configs/mock.yaml"
 
 
@@ -94,6 +95,8 @@ def test_who_reads_the_model_at_a_sync_only_needs_no_copy():
     assert engine_apart(config("rollout.max_staleness=1"))
     own = f"engine={__name__}.OwnWeights"
     assert not engine_apart(config("rollout.max_staleness=1", own))
+    servers = "engine=components.policy.vllm.VLLMEngine"
+    assert not engine_apart(config("rollout.max_staleness=1", servers, ADDRESSES))
 
 
 class OwnWeights:
