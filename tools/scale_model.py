@@ -1,11 +1,9 @@
-"""A discrete-event model of rollouts and training, for ``simulate_scale.py``.
+"""A discrete-event model of rollouts, for ``simulate_scale.py``.
 
 What is simulated is what the code does. Each rank's pool plays in rounds: it waits for the
 environments of all live rollouts, asks for all their next turns at once, and waits for all answers.
 A server takes the new tokens of the requests that wait, then makes one token for each live request
-per step; what arrives meanwhile joins at the next step. Steps of training follow ``Batches``: with
-a staleness of 1 a batch is played while the one before it trains, and the engine takes new weights
-between batches.
+per step; what arrives meanwhile joins at the next step.
 """
 
 from __future__ import annotations
@@ -51,6 +49,8 @@ class Costs:
     """Of the prompt that all rollouts share: computed once by each server for each batch."""
     update_fixed_s: float = 0.0
     update_token_s: float = 0.0
+    forward_token_s: float = 0.0
+    """More for each token of a batch that is not of the current weights; see ``PolicyUpdate``."""
     sync_s: float = 0.0
     other_s: float = 0.0
     """Of a step, outside of rollouts, update and sync, while rollouts may go on."""
@@ -261,54 +261,3 @@ def play(
         decode_steps=sum(s.decode_steps for s in everyone),
         decode_tokens=sum(s.decode_tokens for s in everyone),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """Some steps, one after the other."""
-
-    step_s: list[float]
-    wait_s: list[float]
-    """Of the trainers for rollouts, per step."""
-    update_s: list[float]
-    played: list[Played]
-
-
-def train(
-    batches: Sequence[Sequence[Sequence[Episode]]],
-    costs: Costs,
-    *,
-    servers: int,
-    workers: int,
-    staleness: int,
-) -> Timeline:
-    """Steps as ``Batches`` takes them.
-
-    Args:
-        batches: of each step, of each rank, its episodes.
-        costs: measured seconds.
-        servers: how many.
-        workers: rollouts alive at once on each rank.
-        staleness: 0 or 1.
-    """
-    played = [play(batch, costs, servers=servers, workers=workers) for batch in batches]
-    updates = []
-    for batch in batches:
-        tokens = max(sum(episode.trained_tokens for episode in part) for part in batch)
-        fixed = costs.update_fixed_s if tokens else 0.0
-        updates.append(fixed + costs.update_token_s * tokens)
-    now, ready, steps, waits = 0.0, 0.0, [], []
-    for number, (this, update) in enumerate(zip(played, updates, strict=True)):
-        begin = now
-        if staleness == 0 or number == 0:
-            now = ready = now + this.seconds
-        now = max(now, ready)
-        waits.append(now - begin)
-        if staleness == 0:
-            now += costs.sync_s
-        else:  # the next batch begins, by the weights that the engine now has
-            now += costs.sync_s if number else 0.0
-            ready = now + (played[number + 1].seconds if number + 1 < len(played) else 0.0)
-        now += update + costs.other_s
-        steps.append(now - begin)
-    return Timeline(step_s=steps, wait_s=waits, update_s=updates, played=played)

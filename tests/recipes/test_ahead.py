@@ -106,9 +106,9 @@ def test_two_ranks_play_ahead_without_collectives(tune, tmp_path):
 
 def test_what_does_not_go_together_is_said_at_once(tune, tmp_path):
     done = tune.train(
-        tmp_path / "a", code=1, ratio="generator", importance__cap="null",
+        tmp_path / "a", code=2, ratio="generator", importance__cap="null",
         guards="{mismatch: {above: 0.05, action: stop}}", **AHEAD,
     )  # fmt: skip
     assert "guards.mismatch: with ratio = generator and rollout.max_staleness = 1" in done.stderr
-    done = tune.train(tmp_path / "b", code=1, compile="true", **AHEAD)
+    done = tune.train(tmp_path / "b", code=2, compile="true", **AHEAD)
     assert "compile = true: must be false" in done.stderr

@@ -1,4 +1,4 @@
-"""The engine and torch.compile: its own layers run eager, what other threads compile is compiled."""
+"""The engine and torch.compile: its own layers run eager, other compiled code stays compiled."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from tools import simulate_scale
-from tools.scale_model import Costs, Episode, Turn, play, train
+from tools.scale_model import Costs, Episode, Turn, play
+from tools.scale_run import fit, read_run
+from tools.scale_steps import train
 
 COSTS = Costs(prefill_token_s=0.01, decode_step_s=0.1)
 
@@ -92,10 +94,54 @@ def test_ahead_a_step_is_the_longer_of_the_two():
     assert steps(4.0, 3.0, staleness=1, sync=0.5)[1:] == pytest.approx([4.5, 4.5, 4.5])
 
 
+def test_a_stale_batch_costs_another_forward_pass():
+    costs = Costs(prefill_token_s=0.0, decode_step_s=0.0, update_token_s=3.0, forward_token_s=1.0)
+    batches = [[[episode((1, 1), trained=2.0)]]] * 3
+    found = [train(batches, costs, servers=1, workers=1, staleness=k).update_s for k in (0, 1)]
+    assert found == [[6.0, 6.0, 6.0], [6.0, 8.0, 8.0]]  # the first is of the current weights
+
+
+@pytest.mark.parametrize(
+    ("played", "env", "update", "other", "staleness", "limit"),
+    [
+        (3.0, 0.0, 2.0, 0.0, 0, "sampling"),
+        (3.0, 0.0, 4.0, 0.0, 0, "training"),
+        (3.0, 3.5, 2.0, 0.0, 0, "environments"),
+        (1.0, 0.0, 2.0, 5.0, 0, "the rest of a step"),
+        # ahead the shorter of the two phases costs nothing, whatever it consists of
+        (2.0, 2.5, 4.0, 0.0, 1, "environments"),
+        (2.0, 2.5, 4.6, 0.0, 1, "training"),
+        (3.0, 0.0, 2.0, 0.0, 1, "sampling"),
+    ],
+)
+def test_the_limit_is_what_a_step_waits_for(played, env, update, other, staleness, limit):
+    costs = Costs(prefill_token_s=played, decode_step_s=0.0, update_token_s=update, other_s=other)
+    batches = [[[episode((1, 1, env), trained=1.0)]]] * 3
+    found = train(batches, costs, servers=1, workers=1, staleness=staleness)
+    row = simulate_scale.row_of(found, costs, servers=1, ranks=1, staleness=staleness, shared=False)
+    assert row["bottleneck"] == limit
+    longer = max(played + env, update + other)
+    step = longer if staleness else played + env + update + other
+    assert row["step_s"] == pytest.approx(step)
+    assert row["idle"] == pytest.approx(1 - (played + update) / 2 / step)
+
+
+def test_one_long_rollout_is_named():
+    costs = Costs(prefill_token_s=0.0, decode_step_s=0.1)
+    # the long one is alone for 80 of its 90 steps
+    batches = [[[episode((0, 11))] * 3 + [episode((0, 11), (0, 81))]]] * 2
+    found = train(batches, costs, servers=1, workers=4, staleness=0)
+    row = simulate_scale.row_of(found, costs, servers=1, ranks=1, staleness=0, shared=True)
+    assert row["bottleneck"] == "long rollouts"
+
+
 P, D, FIXED, TOKEN, OTHER = 0.002, 0.03, 0.5, 0.004, 0.2
 
 
-def write_run(directory, *, staleness, lengths=((30, 8), (60, 20), (45, 31), (80, 5))):
+LENGTHS = ((30, 8), (60, 20), (45, 31), (80, 5))
+
+
+def write_run(directory, *, staleness, lengths=LENGTHS):
     """A run of two rollouts per step, whose times follow from the costs above."""
     directory.mkdir()
     metrics, records, ends = [], [], 0.0
@@ -155,14 +201,59 @@ def test_costs_are_found_in_a_run_and_predict_it_and_another(tmp_path, capsys):
     assert simulate_scale.main([str(run), "--costs", str(costs), "--gpus", "2"]) == 0
 
 
+def slower(run, factor, *, steps):
+    """Other recorded step times."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    for row in rows:
+        if row["step"] in steps:
+            for name in ("time/step_s", "time/rollout_s", "time/update_s", "perf/rollout_s"):
+                row[name] *= factor
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_a_prediction_that_misses_is_an_error(tmp_path, capsys):
     run = write_run(tmp_path / "run", staleness=0)
     ahead = write_run(tmp_path / "ahead", staleness=1)
-    rows = [json.loads(line) for line in (ahead / "metrics.jsonl").open()]
-    slower = [{**row, "time/step_s": 1.5 * row["time/step_s"]} for row in rows]
-    (ahead / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slower))
+    slower(ahead, 1.5, steps=(1, 2, 3, 4))
     assert simulate_scale.main([str(run), "--check", str(ahead), "--gpus", "1"]) == 1
     assert "-33%" in capsys.readouterr().out
+
+
+def test_steps_that_are_held_out_are_not_fitted_to(tmp_path, capsys):
+    run = write_run(tmp_path / "run", staleness=0)
+    slower(run, 1.5, steps=(2, 4))
+    assert simulate_scale.main([str(run), "--gpus", "1"]) == 1
+    assert "(-33%), max_staleness 0, steps 2, 4" in capsys.readouterr().out
+
+
+def test_what_was_measured_and_what_is_assumed_is_said(tmp_path, capsys):
+    run = write_run(tmp_path / "run", staleness=0)
+    costs, report = tmp_path / "costs.json", tmp_path / "report.json"
+    arguments = [str(run), "--gpus", "2", "--json", str(report), "--write-costs", str(costs)]
+    assert simulate_scale.main(arguments) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    fields = json.loads(costs.read_text())
+    for name in fields:
+        assert ("assumed: " in lines[name]) == (name == "decode_token_s")
+        assert ("measured: " in lines[name]) == (name != "decode_token_s")
+    for name in ("other", "communication", "rollouts"):
+        assert "assumed: " in lines[name]
+    assert set(json.loads(report.read_text())["assumed"]) >= {"decode_token_s", "communication"}
+    assert simulate_scale.main([str(run), "--gpus", "2", "--costs", str(costs)]) == 0
+    given = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert all("given with --costs" in given[name] for name in fields)
+
+
+def test_the_probe_tells_what_a_forward_pass_costs(tmp_path):
+    run = write_run(tmp_path / "run", staleness=0)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    for row, length in zip(rows, LENGTHS, strict=True):  # the first of two rows is probed
+        row |= {"pack/num_batches": 2.0, "time/probe_s": 0.001 * (101 + sum(length))}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert fit(read_run(run)).forward_token_s == pytest.approx(0.001)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"ratio": "generator"}))
+    assert fit(read_run(run)).forward_token_s == 0.0  # nobody asks for older weights
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
