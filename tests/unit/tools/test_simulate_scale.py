@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
 
 from tools import simulate_scale
 from tools.scale_model import Costs, Episode, Turn, play
-from tools.scale_run import fit, read_run
+from tools.scale_run import fit, holdout, read_run
 from tools.scale_steps import train
 
 COSTS = Costs(prefill_token_s=0.01, decode_step_s=0.1)
@@ -262,3 +264,20 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     ahead = write_run(tmp_path / "ahead", staleness=1)
     assert simulate_scale.main([str(ahead)]) == 1
     assert "rollout.max_staleness 0" in capsys.readouterr().err
+
+
+RECORDED = Path(__file__).parents[2] / "data/recorded_times"
+"""Twelve steps of configs/mock.yaml with the tiny model of tests/recipes, on two cores that other
+processes shared. What ``read_run`` reads was kept, and nothing was chosen or left out."""
+
+
+def test_held_out_steps_of_a_recorded_run_are_predicted():
+    """Within 20 % on the mean, and better than by saying that all steps are alike."""
+    run = read_run(RECORDED)
+    found = holdout(run)
+    assert found["steps"] == [2, 4, 6, 8, 10, 12]
+    assert abs(found["error"]) < 0.2
+    fitted = fmean(step.metrics["time/step_s"] for step in run.steps[::2])
+    each = found["each"]
+    errors = [abs(e["predicted_s"] / e["measured_s"] - 1) for e in each]
+    assert fmean(errors) < 0.7 * fmean(abs(fitted / e["measured_s"] - 1) for e in each)
