@@ -43,7 +43,12 @@ def train(
     Returns:
         Their times. Rollouts and training share nothing: with one processor for both, a staleness
         of 1 gains less than this says.
+
+    Raises:
+        ValueError: another staleness: then who is quick decides, and much more is to be known.
     """
+    if staleness not in (0, 1):
+        raise ValueError(f"rollout.max_staleness = {staleness}: only 0 and 1 are simulated")
     played = [play(batch, costs, servers=servers, workers=workers) for batch in batches]
     updates = []
     for batch in batches:

@@ -141,6 +141,37 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def checks_of(run: Run, others: Sequence[Path], costs: Costs, *, name: Path, given: bool) -> list:
+    """Predictions of steps that the rates were not fitted to.
+
+    Args:
+        run: that they were fitted to, unless they were ``given``.
+        others: directories of other runs.
+        costs: the rates.
+        name: directory of ``run``.
+        given: the rates are of another machine: they say nothing about ``run``.
+    """
+    found = []
+    if not given and len(run.steps) >= MIN_HELD_OUT:
+        found.append({"name": f"{name}, fitted to the steps between", **holdout(run)})
+    elif not given:
+        print(f"{name} has {len(run.steps)} steps: too few to hold some out", file=sys.stderr)
+    return found + [{"name": str(path), **check(read_run(path), costs)} for path in others]
+
+
+def check_counts(options: argparse.Namespace) -> None:
+    """Raise for a count below 1.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name in ("gpus", "groups", "workers", "steps"):
+        value = getattr(options, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number < 1:
+                raise ValueError(f"--{name} {number}: must be at least 1")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit, check, predict; 1 if a check misses."""
     parser = argparse.ArgumentParser(
@@ -158,9 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything there")
     options = parser.parse_args(argv)
     try:
-        run = read_run(options.run)
-        costs = Costs(**json.loads(options.costs.read_text())) if options.costs else fit(run)
-        checks = [] if options.costs else checks_of(run, options.check, costs, name=options.run)
+        check_counts(options)
+        run, given = read_run(options.run), options.costs is not None
+        costs = Costs(**json.loads(options.costs.read_text())) if given else fit(run)
+        checks = checks_of(run, options.check, costs, name=options.run, given=given)
         rows = table(
             run,
             costs,
@@ -173,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         print(f"simulate_scale: {error}", file=sys.stderr)
         return 1
-    print(rates_text(costs, num_steps=len(run.steps), given=bool(options.costs)))
+    print(rates_text(costs, num_steps=len(run.steps), given=given))
     for found in checks:
         print(check_text(found))
     print(text_of(rows))
@@ -185,16 +217,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if any(abs(found["error"]) > TOLERANCE for found in checks) else 0
-
-
-def checks_of(run: Run, others: Sequence[Path], costs: Costs, *, name: Path) -> list[dict]:
-    """Predictions of steps that the rates were not fitted to."""
-    found = []
-    if len(run.steps) >= MIN_HELD_OUT:
-        found.append({"name": f"{name}, fitted to the steps between", **holdout(run)})
-    else:
-        print(f"{name} has {len(run.steps)} steps: too few to hold some out", file=sys.stderr)
-    return found + [{"name": str(path), **check(read_run(path), costs)} for path in others]
 
 
 if __name__ == "__main__":

@@ -266,6 +266,28 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "rollout.max_staleness 0" in capsys.readouterr().err
 
 
+def test_given_costs_are_held_against_the_runs_that_are_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run", staleness=0)
+    costs = tmp_path / "costs.json"
+    assert simulate_scale.main([str(run), "--gpus", "1", "--write-costs", str(costs)]) == 0
+    slower(run, 2.0, steps=(1, 2, 3, 4))
+    arguments = [str(run), "--gpus", "1", "--costs", str(costs)]
+    assert simulate_scale.main(arguments) == 0  # of another machine: it says nothing about RUN
+    assert simulate_scale.main([*arguments, "--check", str(run)]) == 1
+    assert "(-50%)" in capsys.readouterr().out
+
+
+def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
+    run = write_run(tmp_path / "run", staleness=0)
+    for name in ("gpus", "groups", "workers", "steps"):
+        assert simulate_scale.main([str(run), f"--{name}", "0"]) == 1
+        assert f"--{name} 0: must be at least 1" in capsys.readouterr().err
+    further = write_run(tmp_path / "further", staleness=1)
+    (further / "config.yaml").write_text("rollout: {max_staleness: 2, num_workers: 4}")
+    assert simulate_scale.main([str(run), "--check", str(further)]) == 1
+    assert "rollout.max_staleness = 2: only 0 and 1" in capsys.readouterr().err
+
+
 RECORDED = Path(__file__).parents[2] / "data/recorded_times"
 """Twelve steps of configs/mock.yaml with the tiny model of tests/recipes, on two cores that other
 processes shared. What ``read_run`` reads was kept, and nothing was chosen or left out."""
