@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +12,7 @@ import yaml
 
 from tools import simulate_scale
 from tools.scale_model import Costs, Episode, Turn, play
-from tools.scale_run import fit, holdout, read_run
+from tools.scale_run import check, fit, holdout, read_run
 from tools.scale_steps import train
 
 COSTS = Costs(prefill_token_s=0.01, decode_step_s=0.1)
@@ -289,13 +290,14 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
 
 
 RECORDED = Path(__file__).parents[2] / "data/recorded_times"
-"""Twelve steps of configs/mock.yaml with the tiny model of tests/recipes, on two cores that other
-processes shared. What ``read_run`` reads was kept, and nothing was chosen or left out."""
+"""Of two runs what ``read_run`` reads, all of it. ``mock``: twelve steps of configs/mock.yaml with
+the tiny model of tests/recipes, on two cores that other processes shared. ``retail``: the three
+steps of a run of configs/retail.yaml with SmolLM2-135M and 12 rollouts per step."""
 
 
 def test_held_out_steps_of_a_recorded_run_are_predicted():
     """Within 20 % on the mean, and better than by saying that all steps are alike."""
-    run = read_run(RECORDED)
+    run = read_run(RECORDED / "mock")
     found = holdout(run)
     assert found["steps"] == [2, 4, 6, 8, 10, 12]
     assert abs(found["error"]) < 0.2
@@ -303,3 +305,12 @@ def test_held_out_steps_of_a_recorded_run_are_predicted():
     each = found["each"]
     errors = [abs(e["predicted_s"] / e["measured_s"] - 1) for e in each]
     assert fmean(errors) < 0.7 * fmean(abs(fitted / e["measured_s"] - 1) for e in each)
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_step_is_predicted_from_others_that_took_half_or_twice_as_long(left_out):
+    run = read_run(RECORDED / "retail")
+    others = [step for number, step in enumerate(run.steps) if number != left_out]
+    costs = fit(dataclasses.replace(run, steps=others))
+    found = check(dataclasses.replace(run, steps=[run.steps[left_out]]), costs)
+    assert abs(found["error"]) < 0.2
