@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -35,10 +34,11 @@ from components.rollout.evaluation import evaluation_line, evaluation_metrics
 from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder
 from components.rollout.specs import group_specs
-from components.rollout.stats import rollout_metrics, sampled_tokens
+from components.rollout.stats import rollout_metrics, sampled_tokens, staleness_metrics
 from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.training import checkpoint, parallelize, run_dir, sections, update
+from components.training.ahead import Apart, Batches, batch_settings_from
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.guards import GuardStop, guards_from
 from components.training.metrics import MetricsLog, Timer, console_line, peak_gib
@@ -47,8 +47,7 @@ from components.training.parallelize import World
 from components.training.plot import plot_run
 from components.training.policy_update import PolicyUpdate, update_settings_from
 from components.training.precision import MasterWeights
-from components.training.reference import ReferencePolicy
-from components.training.refill import play_groups
+from components.training.reference import reference_policy
 from components.training.rng import seed_everything
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
 from components.training.stop import StopRequested, StopSignal
@@ -74,7 +73,7 @@ SCHEMA = {
     "dataset": Component(),
     "train_on_any_split": Bool(default=False),
     "tasks_per_step": Int(min=1),
-    "rollout": {"group_size": Int(min=1), "temperature": Float(gt=0), **sections.ROLLOUT},
+    "rollout": sections.TRAINED_ROLLOUT,
     "engine": Component(positional=1, provided=("max_tokens", "max_batch_size")),
     "tokens_per_batch": Int(min=1),
     "logprob_chunk": Int(min=1),
@@ -130,7 +129,7 @@ class GRPOAgentic:
         self.pool = worker_pool(
             make_env=as_partial(cfg.env, checker=instantiate(cfg.checker)),
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(self.source_dir)),
-            **as_dict(cfg.rollout, without=["group_size"]),
+            **as_dict(cfg.rollout, without=["group_size", "max_staleness"]),
         )
         everything = [*self.dataset.tasks, *(self.eval_dataset.tasks if self.eval_dataset else ())]
         with self.stop.apart(self.world) as check_stop:
@@ -147,9 +146,8 @@ class GRPOAgentic:
                 self.say(f"no whole checkpoint in {self.output_dir}: starting from the beginning")
             self._warm_start()
         self.optimizer = instantiate(cfg.optimizer, self.masters.parameters())
-        self.reference = None
-        if self.objective.loss.beta > 0:
-            self.reference = ReferencePolicy(self.model, **as_dict(cfg.reference))
+        beta = self.objective.loss.beta
+        self.reference = reference_policy(self.model, beta=beta, **as_dict(cfg.reference))
         self.guards = guards_from(as_dict(cfg.guards), say=self.say)
         self.update_policy = PolicyUpdate(
             self.model,
@@ -164,6 +162,15 @@ class GRPOAgentic:
         if found is not None:
             self._load(found)
         self._sync_engine()
+        self.batches = Batches(
+            self.loader,
+            play=self._play,
+            sync=self._sync_engine,
+            settings=batch_settings_from(as_dict(cfg)),
+            step=self.step,
+            stop=self.stop,
+            world=self.world,
+        )
         run_dir.claim_together(
             self.output_dir,
             self.world,
@@ -188,14 +195,12 @@ class GRPOAgentic:
             dtype=self.dtype,
             compile=cfg.compile,
             sharding=parallelize.Sharding(**as_dict(cfg.sharding)),
+            engine_apart=sections.engine_apart(cfg),
         )
-        limit = self.model.config.max_positions
-        for setting in ("rollout.max_tokens", "warm_start.max_tokens"):
-            if (value := OmegaConf.select(cfg, setting)) > limit:
-                raise ValueError(f"{setting} = {value}: the model's context is {limit}")
+        sections.check_context(cfg, self.model.config.max_positions)
         self.masters = MasterWeights(self.model)
-        what = cfg.checkpoints.export
-        self.exporter = Exporter(self.engine_model, self.source_dir, what=what)
+        self.whole_model = self.model if self.world.size == 1 else self.engine_model
+        self.exporter = Exporter(self.whole_model, self.source_dir, what=cfg.checkpoints.export)
         self.engine = instantiate(
             cfg.engine,
             self.engine_model,
@@ -242,6 +247,7 @@ class GRPOAgentic:
         """Make the engine sample from the trainer's weights, stamped with the step."""
         if self.engine_model is not self.model:
             parallelize.refresh(self.engine_model, self.model)
+        self.update_policy.remember(self.step)
         return self.engine.sync(self.step)
 
     # ---- one step ----------------------------------------------------------------------------
@@ -249,45 +255,33 @@ class GRPOAgentic:
     def train(self) -> None:
         """Run to ``num_steps``, saving as it goes; Ctrl-C stops cleanly with a checkpoint."""
         cfg = self.cfg
-        tasks = chain.from_iterable(self.loader)
-        loader_state = self.loader.state_dict()
         try:
             self._evaluate_if_due()
             while self.step < cfg.num_steps:
-                metrics = self._step(tasks)
+                metrics = self._step()
                 self.checkpoints.poll()
-                loader_state = self.loader.state_dict()
                 self.guards.after_step(metrics)
                 if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
-                    self._save(loader_state)
+                    self._save()
                 self._evaluate_if_due()
-            self._save(loader_state)
+            self._save()
         except (StopRequested, GuardStop) as stop:
-            self._save(loader_state)  # a step under way was given up before its optimizer step
+            self.batches.close()
+            self._save()  # a step under way was given up before its optimizer step
             self.checkpoints.wait()
             self.say(f"stopped after step {self.step}; go on with resume=true")
             if isinstance(stop, GuardStop):
                 raise
+        finally:
+            self.batches.close()
         if self.world.is_main:
             plot_run(self.output_dir)
 
-    def _step(self, tasks: Iterator[Task]) -> dict[str, float]:
+    def _step(self) -> dict[str, float]:
         cfg, start, timer = self.cfg, time.perf_counter(), Timer()
-        with timer("rollout"):
-            rollouts, refilled = play_groups(
-                lambda num: list(islice(tasks, num)),
-                partial(
-                    self._play,
-                    group_size=cfg.rollout.group_size,
-                    phase=f"train/{self.step + 1}",
-                    temperature=cfg.rollout.temperature,
-                ),
-                num_groups=cfg.tasks_per_step,
-                max_refills=cfg.dynamic_sampling.max_refills,
-                world=self.world,
-            )
+        played = self.batches.take(timer)
         items, advantages = trained_items(
-            rollouts, mask_overlong=cfg.mask_overlong, **as_dict(cfg.advantages)
+            played.rollouts, mask_overlong=cfg.mask_overlong, **as_dict(cfg.advantages)
         )
         with timer("update"):
             metrics, probe = self._update(items)
@@ -299,16 +293,17 @@ class GRPOAgentic:
                 batch, plan, old = probe
                 new = self.update_policy.logprobs(batch, plan)[0]
                 metrics |= update.logprob_gain(new, old, batch, self.world)
-        with timer("sync"):
-            metrics |= self._sync_engine()
-        everyone = self.world.gather(rollouts)
+        metrics |= self.batches.finish(self.step, timer)
+        everyone = self.world.gather(played.rollouts)
         metrics = {
             **rollout_metrics(everyone),
+            **staleness_metrics(everyone, version=self.step - 1),
             **update.group_metrics(advantages, self.world),
-            **refilled,
+            **played.metrics,
             **metrics,
             **timer.metrics(since=start),
-            "perf/sampled_tokens_per_s": sampled_tokens(everyone) / timer.seconds["rollout"],
+            "perf/rollout_s": played.seconds,
+            "perf/sampled_tokens_per_s": sampled_tokens(everyone) / played.seconds,
             "perf/trained_tokens_per_s": metrics["pack/trained_tokens"] / timer.seconds["update"],
             "time/save_s": self.save_s,
             "mem/peak_gib": self.world.max([peak_gib(self.world.device)])[0],
@@ -341,17 +336,18 @@ class GRPOAgentic:
         group_size: int,
         phase: str,
         temperature: float,
+        apart: Apart | None = None,
     ) -> list[Rollout]:
-        """Rollouts of this rank's share of the tasks."""
+        """Rollouts of this rank's share of the tasks; with ``apart``, in another thread."""
         assert self.pool is not None
-        with self.stop.apart(self.world) as check_stop:
+        with (apart or partial(self.stop.apart, self.world))() as check_stop:
             return play_rollouts(
                 self.pool,
                 self.engine,
                 self._specs(tasks, first_group, group_size=group_size, phase=phase),
                 temperature=temperature,
                 label=phase,
-                show=self.world.is_main,
+                show=self.world.is_main and apart is None,
                 check_stop=check_stop,
             )
 
@@ -372,8 +368,9 @@ class GRPOAgentic:
         found, first = self.update_policy(
             rows,
             check_stop=lambda: self.stop.check_together(self.world),
-            model_metrics=lambda: model_metrics(self.model, self.engine_model, items, self.world),
+            model_metrics=lambda: model_metrics(self.model, self.whole_model, items, self.world),
             dump=dump,
+            versions=self.batches.versions,
         )
         return metrics | found, first
 
@@ -386,6 +383,7 @@ class GRPOAgentic:
         done = self.metrics is not None and self.metrics.has(self.step, "eval/")  # before a resume
         if not (due or self.step == cfg.num_steps) or self.world.max([float(done)])[0]:
             return
+        self.batches.settle()
         num_trials, tasks = cfg.eval.num_trials, self.eval_dataset.tasks
         rollouts = self._play(tasks, 0, num_trials, f"eval/{self.step}", cfg.eval.temperature)
         rollouts = self.world.gather(rollouts)
@@ -398,12 +396,14 @@ class GRPOAgentic:
 
     # ---- checkpoints -------------------------------------------------------------------------
 
-    def _save(self, loader_state: dict) -> None:
+    def _save(self) -> None:
         """Write ``step_N`` (collective); nothing is lost if that fails half-way."""
         if self.saved_step == self.step:
             return
+        if self.world.size > 1:
+            self.batches.settle()  # the model is written from the engine's copy
         start = time.perf_counter()
-        state = {"step": self.step, "loader": loader_state, "seed": self.cfg.seed}
+        state = {"step": self.step, "loader": self.batches.loader_state, "seed": self.cfg.seed}
         state["guards"] = self.guards.state_dict()
         trained = (self.masters, self.optimizer, self.reference)
         self.checkpoints.save(*trained, state, take_model=self.exporter.take)

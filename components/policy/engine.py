@@ -13,7 +13,12 @@ class EngineError(RuntimeError):
 
 
 class PolicyEngine(Protocol):
-    """Samples turns from the current policy."""
+    """Samples turns from the current policy.
+
+    An engine whose class has ``own_weights = True`` reads the model that it was given only when it
+    is made and in ``sync``. Any other samples from that model itself, so where rollouts and
+    training overlap it is given a copy.
+    """
 
     policy_version: int
     """Stamped on every sampled token; the trainer raises it at each sync."""

@@ -9,11 +9,9 @@ Suffixes: ``B`` rollouts.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from components.models.decoder import PolicyModel
 from components.policy.cache import BLOCK, RolloutCache, SharedPrefix
 from components.policy.checks import check_device, check_finite, check_requests, check_settings
 from components.policy.decode import DecodePass
+from components.policy.eager import eager_layers
 from components.policy.prefill import PackedRow, PrefillPass, Segment, pack_rows
 from components.policy.sampling import sample, uniforms
 from components.policy.store import CacheStore, shared_part
@@ -151,11 +150,8 @@ class LocalEngine:
             max_tokens=self._max_tokens,
             vocab_size=self._model.config.vocab_size,
         )
-        # Compiled layers would be compiled anew for every shape of a cache.
-        compiler = "torch._dynamo" in sys.modules
-        stance = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
         try:
-            with stance:
+            with eager_layers(self._model):
                 return self._serve(requests)
         except BaseException:
             self._reset()  # what was being filled cannot be trusted

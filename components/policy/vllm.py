@@ -58,8 +58,7 @@ class VLLMEngine:
         weights: ``adapter``, ``full``, or ``auto``: the adapter alone if the model has one.
         sync_dir: a folder that this machine and the servers see under the same path; None: a
             temporary one, for servers on this machine.
-        timeout_s: seconds for one turn, further attempts included; and for a server to come back
-            at a sync.
+        timeout_s: for one turn, further attempts included; for a server to come back at a sync.
         retries: further attempts at a turn.
         probe_bound: most mean |server - trainer| of the probe's log-probabilities, in nats.
         api_key_env: the environment variable with the servers' key; None: they want none.
@@ -69,6 +68,8 @@ class VLLMEngine:
         ValueError: a setting out of range; a server that does not answer, lacks something that is
             needed, or serves another model.
     """
+
+    own_weights = True  # the servers have them; the model is read at a sync alone
 
     def __init__(
         self,

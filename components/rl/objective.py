@@ -35,8 +35,8 @@ class Objective:
     importance: Importance
     ratio: Ratio = "proximal"
     """What the loss takes its ratio against: ``proximal``, the trainer's own log-probabilities
-    before the first update on the batch, or ``generator``, those that the tokens were sampled
-    with."""
+    before the first update on the batch (of the weights that sampled it, where those are older), or
+    ``generator``, those that the tokens were sampled with."""
     entropy_bonus: float = 0.0
     """The mean entropy of the sampled distributions, times this, is taken off the loss."""
 
@@ -65,7 +65,8 @@ class Objective:
         Args:
             logprobs: [M] of the weights being trained, with gradient.
             batch: the row.
-            before: [M] of the trainer before the first update on the batch.
+            before: [M] of the trainer before the first update on the batch, or with the older
+                weights that sampled it.
             denominator: of the whole step, see ``count``.
             entropy: [M] of the sampled distributions; needed for the bonus, with gradient.
             reference: [M] of the reference policy, or None.

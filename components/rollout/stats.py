@@ -8,6 +8,27 @@ from statistics import fmean
 from components.rollout.types import Rollout
 
 
+def staleness_metrics(rollouts: Sequence[Rollout], *, version: int) -> dict[str, float]:
+    """How old the policy was that sampled the tokens of a step.
+
+    Args:
+        rollouts: of the step.
+        version: of the weights that are trained on them.
+
+    Returns:
+        ``rollout/staleness_mean``, steps by which each sampled token's policy_version is behind.
+    """
+    behind = [
+        version - sampled
+        for rollout in rollouts
+        for sampled, mask in zip(
+            rollout.tokens.policy_versions, rollout.tokens.loss_mask, strict=True
+        )
+        if mask
+    ]
+    return {"rollout/staleness_mean": fmean(behind)} if behind else {}
+
+
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards, lengths, ends and errors of some rollouts.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.models.decoder import PolicyModel, check_offload
+from components.models.decoder import PolicyModel, Reports, check_offload
 from components.models.nf4 import is_nf4
 from components.training.compiled import Compile, compile_layers
 
@@ -186,6 +188,7 @@ def build_policy(
     dtype: torch.dtype,
     compile: Compile = False,
     sharding: Sharding = Sharding(),
+    engine_apart: bool = False,
 ) -> tuple[PolicyModel, PolicyModel]:
     """The trainer's model and the one that the policy engine samples from.
 
@@ -199,24 +202,64 @@ def build_policy(
         dtype: of the computation.
         compile: the layers of the trainer's model; see :func:`compile_layers`.
         sharding: over several ranks.
+        engine_apart: the engine samples from its model while the trainer works. Alone it has
+            trainable weights of its own then; the frozen ones are still shared.
 
     Raises:
         ValueError: a sharding that does not fit, no compiler where one is asked for, activations to
-            be offloaded without a CUDA device.
+            be offloaded without a CUDA device, a model that two threads cannot use at once.
     """
     sharding.check(world)
     built = make_model(dtype=dtype)
     if built.offload_activations:
         check_offload(world.device)
+    if engine_apart:
+        compile = _check_apart(built, world, compile)
     if world.size == 1:
         model = built.to(world.device)
+        engine_model = _own_trainable(model) if engine_apart else model
         compile_layers(model, compile=compile, device=world.device)
-        return model, model
+        return model, engine_model
     engine_model = built.to(world.device).requires_grad_(False)
     model = make_model(dtype=torch.float32).to(world.device)
     compile_layers(model, compile=compile, device=world.device)
     shard(model, world, dtype=dtype, sharding=sharding)
     return model, engine_model
+
+
+def _check_apart(model: PolicyModel, world: World, compile: Compile) -> Compile:
+    """Whether to compile the layers of a model, a copy of which is sampled from meanwhile.
+
+    Raises:
+        ValueError: compiled layers, streamed experts, or experts and several ranks.
+    """
+    setting = "rollout.max_staleness above 0 with an engine in this process"
+    if any(getattr(module, "_stream", None) is not None for module in model.modules()):
+        raise ValueError(f"{setting}: model.experts = streamed has buffers for one pass at a time")
+    if world.size > 1 and any(isinstance(module, Reports) for module in model.layers.modules()):
+        raise ValueError(
+            f"{setting}: a mixture of experts runs on one rank, not on {world.size}, since its "
+            "routing is compared with the engine's in every step"
+        )
+    if compile is True:
+        # The engine's forwards switch the compiler off, and there is one switch for all threads.
+        raise ValueError(f"{setting}: compile = true: must be false")
+    return False
+
+
+def _own_trainable(model: PolicyModel) -> PolicyModel:
+    """A copy of a model with trainable weights of its own; frozen weights are the same tensors."""
+    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+    return copy.deepcopy(model, frozen).requires_grad_(False)
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """On CUDA a stream of the calling thread's own: its kernels do not queue behind the others."""
+    if device.type != "cuda":
+        return nullcontext()
+    torch.cuda.set_device(device)  # a new thread begins with the first one
+    torch.cuda.synchronize(device)  # what the others have written so far is there
+    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -236,11 +279,15 @@ def shard_like(param: Tensor, whole: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def refresh(copy: nn.Module, model: nn.Module) -> None:
-    """Copy the weights of a sharded model into its unsharded copy, one tensor at a time."""
-    targets = dict(copy.named_parameters())
+def refresh(engine_model: nn.Module, model: nn.Module) -> None:
+    """Copy the trained weights of a model into the engine's, whole, one tensor at a time.
+
+    Frozen ones are equal from the start.
+    """
+    targets = dict(engine_model.named_parameters())
     for name, param in model.named_parameters():
-        targets[name].copy_(full_tensor(param.detach()))
+        if param.requires_grad:
+            targets[name].copy_(full_tensor(param.detach()))
 
 
 @torch.no_grad()

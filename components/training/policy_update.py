@@ -20,7 +20,7 @@ from components.rl.packing import PackedBatch
 from components.training.guards import Guards, GuardStop
 from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
-from components.training.reference import ReferencePolicy
+from components.training.reference import PastPolicies, ReferencePolicy
 from components.training.update import UpdateTotals, dump_rows
 
 Rows = Sequence[tuple[PackedBatch, MaskPlan]]
@@ -39,14 +39,21 @@ class UpdateSettings:
     updates_per_batch: int = 1
     """Optimizer steps on the same rollouts. The ratio stays against the log-probabilities from
     before the first, so from the second on the clip acts."""
+    max_staleness: int = 0
+    """Rows may come from weights that are so many steps older than those that train on them."""
+    offload: bool = False
+    """Keep the older weights in the host's memory."""
 
 
 def update_settings_from(options: Mapping[str, Any]) -> UpdateSettings:
-    """Those of a config with ``rollout.temperature``, ``logprob_chunk``, ``max_grad_norm`` and
-    ``updates_per_batch``."""
+    """Those of a config with ``rollout``, ``logprob_chunk``, ``max_grad_norm``,
+    ``updates_per_batch`` and ``reference``."""
     own = ("logprob_chunk", "max_grad_norm", "updates_per_batch")
     return UpdateSettings(
-        temperature=options["rollout"]["temperature"], **{name: options[name] for name in own}
+        temperature=options["rollout"]["temperature"],
+        max_staleness=options["rollout"]["max_staleness"],
+        offload=options["reference"]["offload"],
+        **{name: options[name] for name in own},
     )
 
 
@@ -56,8 +63,10 @@ class _Row:
 
     batch: PackedBatch
     plan: MaskPlan
-    before: Tensor | None = None
+    start: Tensor | None = None
     """[M] log-probabilities before the first update"""
+    old: Tensor | None = None
+    """[M] those that the ratio is against: the same, or of the weights that sampled the row"""
     reference: Tensor | None = None
     """[M] of the reference policy"""
     keep: Tensor | None = None
@@ -97,6 +106,17 @@ class PolicyUpdate:
         self._objective, self._reference = objective, reference
         self._settings, self._world = settings, world
         self._guards = guards or Guards()
+        # With the ratio against the generator nobody asks for older weights.
+        proximal = objective.ratio == "proximal"
+        self._past = PastPolicies(
+            model,
+            max_staleness=settings.max_staleness if proximal else 0,
+            offload=settings.offload,
+        )
+
+    def remember(self, version: int) -> None:
+        """From now on the engine samples with the weights that the model has, of that version."""
+        self._past.keep(version)
 
     def __call__(
         self,
@@ -105,6 +125,7 @@ class PolicyUpdate:
         check_stop: Callable[[], None],
         model_metrics: Callable[[], dict[str, float]],
         dump: Path,
+        versions: tuple[int, int] = (0, 0),
     ) -> tuple[dict[str, float], tuple[PackedBatch, MaskPlan, Tensor] | None]:
         """Update the policy on the rows of this rank. Collective.
 
@@ -114,6 +135,10 @@ class PolicyUpdate:
                 the batch up. Later it would leave half of the updates behind.
             model_metrics: called after the first backward passes, before the weights change.
             dump: where the rows go if a number is not finite.
+            versions: of the policy that sampled the rows, and of the one that trains on them. Where
+                they differ the proximal log-probabilities are those of the first, made by the
+                trainer (see ``remember``): the clip acts from the first update on, and importance
+                weights and mismatch compare trainer and generator on the same weights.
 
         Returns:
             Metrics, means over the updates; the first row, its plan and its log-probabilities
@@ -126,6 +151,8 @@ class PolicyUpdate:
         """
         self._optimizer.zero_grad(set_to_none=True)  # what a batch that was given up left behind
         state = [_Row(batch=batch, plan=plan) for batch, plan in rows]
+        if (sampled_by := self._past.of(versions[0], now=versions[1])) is not None:
+            self._recompute(state, sampled_by, check_stop)
         if self._objective.importance.masks:
             self._mask(state, check_stop)
         denominator = self._denominator(state)
@@ -155,8 +182,8 @@ class PolicyUpdate:
             self._model.step_metrics()  # what the later updates counted is not the next step's
         means = {name: sum(m[name] for m in found) / len(found) for name in found[0]}
         first = state[0]
-        assert first.before is not None
-        return means | own, (first.batch, first.plan, first.before)
+        assert first.start is not None
+        return means | own, (first.batch, first.plan, first.start)
 
     def logprobs(
         self, batch: PackedBatch, plan: MaskPlan, *, entropy_grad: bool = False
@@ -172,6 +199,18 @@ class PolicyUpdate:
             entropy_grad=entropy_grad,
         )
 
+    def _recompute(
+        self, state: Sequence[_Row], sampled_by: ReferencePolicy, check_stop: Callable[[], None]
+    ) -> None:
+        """What the trainer makes of the rows with the weights that sampled them.
+
+        A pass of its own: weights must not change between a forward and its backward.
+        """
+        with sampled_by.swapped_in(), torch.no_grad():
+            for row in state:
+                check_stop()
+                row.old = self.logprobs(row.batch, row.plan)[0]
+
     def _mask(self, state: Sequence[_Row], check_stop: Callable[[], None]) -> None:
         """Decide which tokens are in the loss.
 
@@ -179,17 +218,16 @@ class PolicyUpdate:
         """
         for row in state:
             check_stop()
-            with torch.no_grad():
-                row.before = self.logprobs(row.batch, row.plan)[0]
-            if bool(row.before.isfinite().all()):
-                row.keep = self._objective.keep(row.before, row.batch)
+            if row.old is None:
+                with torch.no_grad():
+                    row.old = row.start = self.logprobs(row.batch, row.plan)[0]
+            if bool(row.old.isfinite().all()):
+                row.keep = self._objective.keep(row.old, row.batch)
 
     def _mismatch(self, state: Sequence[_Row]) -> dict[str, float]:
         """Between trainer and generator, where no token is left in the loss. Collective."""
         gaps = [
-            mismatch(row.before, row.batch.generator_logprobs)
-            for row in state
-            if row.before is not None
+            mismatch(row.old, row.batch.generator_logprobs) for row in state if row.old is not None
         ]
         kl, num = self._world.sum([sum(g.kl_sum for g in gaps), sum(g.num_tokens for g in gaps)])
         worst = max((g.logprob_diff_max for g in gaps), default=0.0)
@@ -210,9 +248,11 @@ class PolicyUpdate:
             with self._reference.swapped_in(), torch.no_grad():
                 row.reference = self.logprobs(batch, row.plan)[0]
         logprobs, entropy = self.logprobs(batch, row.plan, entropy_grad=bonus)
-        if row.before is None:
-            row.before = logprobs.detach()
-        if not bool(row.before.isfinite().all() and logprobs.isfinite().all()):
+        if row.start is None:
+            row.start = logprobs.detach()
+        if row.old is None:
+            row.old = row.start
+        if not bool((row.start + row.old + logprobs.detach()).isfinite().all()):
             # Every rank goes through all backward passes; the guard sees the loss of all.
             (logprobs.sum() * math.nan).backward()
             totals.add_not_finite(num_tokens=logprobs.numel())
@@ -220,7 +260,7 @@ class PolicyUpdate:
         out, num_capped = self._objective(
             logprobs,
             batch=batch,
-            before=row.before,
+            before=row.old,
             denominator=denominator,
             entropy=entropy,
             reference=row.reference,
@@ -230,7 +270,7 @@ class PolicyUpdate:
         (out.loss * self._world.size).backward()
         if entropy is not None and row.keep is not None:
             entropy = entropy[row.keep]
-        gap = mismatch(row.before, batch.generator_logprobs)
+        gap = mismatch(row.old, batch.generator_logprobs)
         totals.add(out, entropy=entropy, gap=gap, num_capped=num_capped)
 
     def _step(self, totals: UpdateTotals, *, rows: Rows, dump: Path) -> dict[str, float]:

@@ -67,3 +67,48 @@ class ReferencePolicy:
     def tensors(self) -> dict[str, Tensor]:
         """The snapshot itself, by name (this rank's shards): to be saved, or read into."""
         return dict(self._weights)
+
+
+def reference_policy(
+    model: nn.Module, *, beta: float, offload: bool, reset_every: int | None
+) -> ReferencePolicy | None:
+    """The reference of a loss with a KL term of weight ``beta``; None without one."""
+    if beta == 0:
+        return None
+    return ReferencePolicy(model, offload=offload, reset_every=reset_every)
+
+
+class PastPolicies:
+    """Snapshots of the policies that batches still to be trained were sampled with.
+
+    Args:
+        model: the policy.
+        max_staleness: most steps between the weights that sample a batch and its training: so many
+            snapshots beside the newest; with 0 none is taken.
+        offload: see ``ReferencePolicy``.
+    """
+
+    def __init__(self, model: nn.Module, *, max_staleness: int, offload: bool) -> None:
+        self._model, self._max_staleness, self._offload = model, max_staleness, offload
+        self._kept: dict[int, ReferencePolicy] = {}
+
+    def keep(self, version: int) -> None:
+        """The engine samples with the weights that the model has now.
+
+        Args:
+            version: of these weights: number of finished steps.
+        """
+        if self._max_staleness == 0:
+            return
+        oldest = version - self._max_staleness
+        self._kept = {v: policy for v, policy in self._kept.items() if v >= oldest}
+        self._kept[version] = ReferencePolicy(self._model, offload=self._offload)
+
+    def of(self, version: int, *, now: int) -> ReferencePolicy | None:
+        """The policy of a version; None if the model is that policy, or none is kept.
+
+        Args:
+            version: that sampled a batch.
+            now: of the model.
+        """
+        return None if version == now or self._max_staleness == 0 else self._kept[version]

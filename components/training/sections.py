@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from components.training.component import locate
 from components.training.optimizers import OptimizerComponent
 from components.training.schema import Bool, Component, Float, Int, ListOf, OneOf, Section, Str
 
@@ -19,6 +20,14 @@ ROLLOUT = {
     "worker_memory_mib": Int(min=1, default=None),
 }
 """The limits of a rollout and the workers that play it; see ``worker_pool``."""
+
+TRAINED_ROLLOUT = {
+    "group_size": Int(min=1),
+    "temperature": Float(gt=0),
+    "max_staleness": Int(min=0, default=0),
+    **ROLLOUT,
+}
+"""Those that are trained on; see ``Batches``."""
 
 OPTIMIZER = OptimizerComponent()
 """Called with the fp32 weights."""
@@ -143,6 +152,21 @@ def at_most(cfg: Mapping[str, Any], key: str, limit: str) -> list[str]:
     return [f"{key} = {value}: must be at most {limit} = {bound}"] if value > bound else []
 
 
+def check_context(cfg: Mapping[str, Any], limit: int) -> None:
+    """Raise for tokens beyond the model's positions.
+
+    Args:
+        cfg: a config.
+        limit: positions of the model.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for setting in ("rollout.max_tokens", "warm_start.max_tokens"):
+        if (value := _at(cfg, setting)) > limit:
+            raise ValueError(f"{setting} = {value}: the model's context is {limit}")
+
+
 def _leaves(node: Mapping[str, Any], path: str, inside: str) -> dict[str, Mapping[str, Any]]:
     """The components that a component is made of, by path; itself where it is made of none.
 
@@ -257,7 +281,25 @@ def update_options(cfg: Mapping[str, Any]) -> list[str]:
             f"tokens_per_batch = {tokens}: the rollouts of a step have {most} tokens at most "
             "(tasks_per_step x rollout.group_size x rollout.max_tokens); must not be more"
         )
-    return problems
+    return problems + _stale_options(cfg)
+
+
+def _stale_options(cfg: Mapping[str, Any]) -> list[str]:
+    """The problem of an option that mistakes older weights for a fault."""
+    stale = _at(cfg, "rollout.max_staleness")
+    if not stale or cfg["ratio"] != "generator" or _at(cfg, "guards.mismatch") is None:
+        return []
+    return [
+        f"guards.mismatch: with ratio = generator and rollout.max_staleness = {stale} the mismatch "
+        "contains what the policy has moved since it sampled; must be null, or ratio = proximal"
+    ]
+
+
+def engine_apart(cfg: Mapping[str, Any]) -> bool:
+    """Whether the engine samples from the model that it is given while the trainer works."""
+    if cfg["rollout"]["max_staleness"] == 0:
+        return False
+    return not getattr(locate(cfg["engine"]["_component_"]), "own_weights", False)
 
 
 def best_metric(cfg: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,10 @@
 """Metrics of a step's rollouts."""
 
+import dataclasses
+
 import pytest
 
-from components.rollout.stats import rollout_metrics, sampled_tokens
+from components.rollout.stats import rollout_metrics, sampled_tokens, staleness_metrics
 from components.rollout.types import Ledger, Rollout, RolloutSpec
 
 
@@ -97,3 +99,16 @@ def test_several_domains_have_a_mean_each():
     assert found == pytest.approx(
         {"reward/mean": 1.7 / 3, "reward/mean_mock": 0.75, "reward/mean_retail": 0.2}
     )
+
+
+def test_staleness_is_of_sampled_tokens_alone():
+    """Two tokens of version 3 and one of version 5, trained by version 5: (2 + 2 + 0) / 3."""
+    ledger = Ledger()
+    ledger.append_rendered([1, 2], [1, 1])
+    ledger.append_sampled([3, 4], [-1.0, -1.0], policy_version=3)
+    ledger.append_rendered([5], [2])
+    ledger.append_sampled([6], [-1.0], policy_version=5)
+    one = dataclasses.replace(rollout(), tokens=ledger.freeze())
+    found = staleness_metrics([one, rollout()], version=5)
+    assert found == {"rollout/staleness_mean": pytest.approx(4 / 3)}
+    assert staleness_metrics([rollout()], version=5) == {}

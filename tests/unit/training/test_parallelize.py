@@ -106,3 +106,31 @@ def test_a_sharding_that_does_not_fit_is_refused(sharding, ranks, device, messag
     with pytest.raises(ValueError, match=message):
         sharding.check(world(0, ranks, device))
     Sharding(shard_size=2).check(world(0, 4))
+
+
+def test_an_engine_that_samples_meanwhile_has_trainable_weights_of_its_own(tmp_path):
+    directory = tiny.write(tmp_path / "model")
+
+    def make(dtype):
+        model = smollm2(directory, dtype=dtype)
+        model.layers[0].requires_grad_(False)
+        return model
+
+    model, copy = build_policy(make, World.alone(), dtype=torch.float32, engine_apart=True)
+    trained = dict(model.named_parameters())
+    for name, param in copy.named_parameters():
+        shared = param is trained[name]
+        assert shared == (not trained[name].requires_grad), name  # the frozen base is not doubled
+    before = logits(copy)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 0.1
+    assert torch.equal(logits(copy), before)
+    assert not any(p.requires_grad for name, p in copy.named_parameters() if "layers.0" not in name)
+    refresh(copy, model)
+    assert torch.equal(logits(copy), logits(model))
+    model, copy = build_policy(make, World.alone(), dtype=torch.float32)
+    assert copy is model
+    with pytest.raises(ValueError, match="compile = true: must be false"):
+        build_policy(make, World.alone(), dtype=torch.float32, compile=True, engine_apart=True)

@@ -285,3 +285,69 @@ def test_a_batch_that_is_masked_as_a_whole_is_seen_by_the_guards(model, tmp_path
     with pytest.raises(GuardStop, match="mismatch/kl"):
         take(update(model, importance=importance, guards=guards), batch_rows, tmp_path)
     assert same(before, weights(model))
+
+
+def clipped_gain(logprob, old, advantage, eps=0.2):
+    """One token's term of the clipped objective, written out."""
+    ratio = torch.exp(logprob - old)
+    clipped = torch.clamp(ratio, 1 - eps, 1 + eps)
+    return torch.minimum(ratio * advantage, clipped * advantage)
+
+
+@pytest.mark.parametrize("masks", [{}, {"mask_below": 1e-9}])
+def test_stale_rows_are_clipped_against_the_weights_that_sampled_them(model, tmp_path, masks):
+    """Fault 15: the first update on stale data has a ratio, importance compares like with like."""
+    cap = 1.5
+    policy_update = update(model, lr=0.0, importance=Importance(cap=cap, **masks), max_staleness=1)
+    batch_rows = rows(model, logprob=-4.2)
+    policy_update.remember(0)
+    with torch.no_grad():
+        old = [policy_update.logprobs(*row)[0].double() for row in batch_rows]
+        for p in model.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+        new = [policy_update.logprobs(*row)[0].double() for row in batch_rows]
+    now = weights(model)
+    expected, clipped, gaps = 0.0, 0, []
+    for (batch, _), before, after in zip(batch_rows, old, new, strict=True):
+        generator = batch.generator_logprobs.double()
+        weight = torch.exp(before - generator).clamp(max=cap)
+        gain = clipped_gain(after, before, batch.advantages.double())
+        expected -= float((weight * gain).sum()) / 9
+        ratio = torch.exp(after - before)
+        sign = batch.advantages.double()
+        clipped += int(((ratio > 1.2) & (sign > 0) | (ratio < 0.8) & (sign < 0)).sum())
+        gaps.append((before - generator).abs())
+    assert clipped > 0  # the clip acts
+    metrics, first = policy_update(
+        batch_rows,
+        check_stop=lambda: None,
+        model_metrics=dict,
+        dump=tmp_path / "dump.pt",
+        versions=(0, 1),
+    )
+    assert metrics["loss/policy"] == pytest.approx(expected, abs=1e-5)
+    found = 9 * (metrics["policy/clip_frac_low"] + metrics["policy/clip_frac_high"])
+    assert found == pytest.approx(clipped)
+    # trainer and generator on the same weights: what the policy has moved is no mismatch
+    assert metrics["mismatch/logprob_diff_max"] == pytest.approx(float(torch.cat(gaps).max()))
+    assert same(weights(model), now)  # the snapshot is swapped out again
+    assert first is not None
+    assert torch.allclose(first[2].double(), new[0], atol=1e-5)  # the probe: from before the step
+
+
+def test_a_token_beyond_the_clip_has_no_gradient(model, tmp_path):
+    """Fault 15 with its numbers' signs: raised too far, advantage 1: gradient 0."""
+    policy_update = update(model, lr=1.0, max_staleness=1)
+    items = [item("a", [1, 2], [3], advantage=1.0, logprobs=[-4.0] * 3)]
+    (batch,) = pack(items, tokens_per_batch=5)
+    row = [(batch, MaskPlan.from_tree(batch.tree))]
+    policy_update.remember(0)
+    for _ in range(4):  # as other steps would: the token becomes ever more likely
+        take(update(model, lr=1.0), row, tmp_path)
+    before = weights(model)
+    metrics, _ = policy_update(
+        row, check_stop=lambda: None, model_metrics=dict, dump=tmp_path / "d.pt", versions=(0, 4)
+    )
+    assert metrics["policy/clip_frac_high"] == 1.0
+    assert metrics["train/grad_norm"] == 0.0
+    assert same(weights(model), before)

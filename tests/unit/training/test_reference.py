@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from components.training.reference import ReferencePolicy
+from components.training.reference import PastPolicies, ReferencePolicy
 
 
 @pytest.fixture
@@ -90,3 +90,22 @@ def test_its_weights_are_its_own(layer, offload):
     assert {t.device.type for t in reference.tensors().values()} == {"cpu"}
     addresses = {p.data_ptr() for p in layer.parameters()}
     assert not addresses & {t.data_ptr() for t in reference.tensors().values()}
+
+
+def test_past_policies_are_kept_for_as_long_as_a_batch_of_theirs_may_come(layer):
+    past = PastPolicies(layer, max_staleness=2, offload=False)
+    first = layer.weight.detach().clone()
+    for version in range(5):
+        past.keep(version)
+        move(layer)
+    assert past.of(4, now=4) is None  # the model itself
+    for version in (2, 3, 4):
+        policy = past.of(version, now=5)
+        assert policy is not None
+        with policy.swapped_in():
+            assert torch.allclose(layer.weight, first + version)
+    with pytest.raises(KeyError):
+        past.of(1, now=5)
+    never = PastPolicies(layer, max_staleness=0, offload=False)
+    never.keep(0)
+    assert never.of(0, now=1) is None

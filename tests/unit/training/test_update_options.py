@@ -7,8 +7,10 @@ import pytest
 from components.rl.objective import objective_from
 from components.training.component import ConfigError
 from components.training.config import as_dict, instantiate, load_config, validate
+from components.training.sections import engine_apart
 from recipes.grpo_agentic import SCHEMA, check
 
+ADDRESSES = "engine.addresses=[http://127.0.0.1:1]"
 MOCK = Path(__file__).parents[3] / "configs/mock.yaml"
 
 
@@ -76,3 +78,31 @@ def test_all_losses_of_the_page_are_found():
 def test_what_cannot_be_is_said(overrides, message):
     with pytest.raises(ConfigError, match=message):
         config(*overrides)
+
+
+def test_older_weights_are_not_taken_for_a_fault():
+    stale = ("rollout.max_staleness=1", "guards.mismatch={above: 0.05, action: stop}")
+    generator = ("ratio=generator", "importance.cap=null")
+    config(*stale)  # against the weights that sampled: what is left is a fault
+    config(*stale[:1], *generator)
+    config(*stale[1:], *generator)
+    with pytest.raises(ConfigError, match=r"guards.mismatch: with ratio = generator and rollout"):
+        config(*stale, *generator)
+
+
+def test_who_reads_the_model_at_a_sync_only_needs_no_copy():
+    assert not engine_apart(config())
+    assert engine_apart(config("rollout.max_staleness=1"))
+    own = f"engine={__name__}.OwnWeights"
+    assert not engine_apart(config("rollout.max_staleness=1", own))
+    servers = "engine=components.policy.vllm.VLLMEngine"
+    assert not engine_apart(config("rollout.max_staleness=1", servers, ADDRESSES))
+
+
+class OwnWeights:
+    """An engine on servers."""
+
+    own_weights = True
+
+    def __init__(self, model, *, max_tokens, max_batch_size):
+        raise NotImplementedError

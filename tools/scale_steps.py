@@ -1,0 +1,73 @@
+"""Steps of training on simulated rollouts, as ``Batches`` takes them; for ``simulate_scale.py``.
+
+With a staleness of 0 a step plays its batch and trains on it. With 1 a batch is played while the
+one before it trains, and the engine takes new weights between batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.scale_model import Costs, Episode, Played, play
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Some steps, one after the other."""
+
+    step_s: list[float]
+    wait_s: list[float]
+    """Of the trainers for rollouts, per step."""
+    update_s: list[float]
+    played: list[Played]
+
+
+def train(
+    batches: Sequence[Sequence[Sequence[Episode]]],
+    costs: Costs,
+    *,
+    servers: int,
+    workers: int,
+    staleness: int,
+) -> Timeline:
+    """Play and train all batches.
+
+    Args:
+        batches: of each step, of each rank, its episodes.
+        costs: measured seconds.
+        servers: how many.
+        workers: rollouts alive at once on each rank.
+        staleness: 0 or 1.
+
+    Returns:
+        Their times. Rollouts and training share nothing: with one processor for both, a staleness
+        of 1 gains less than this says.
+
+    Raises:
+        ValueError: another staleness: then who is quick decides, and much more is to be known.
+    """
+    if staleness not in (0, 1):
+        raise ValueError(f"rollout.max_staleness = {staleness}: only 0 and 1 are simulated")
+    played = [play(batch, costs, servers=servers, workers=workers) for batch in batches]
+    updates = []
+    for batch in batches:
+        tokens = max(sum(episode.trained_tokens for episode in part) for part in batch)
+        fixed = costs.update_fixed_s if tokens else 0.0
+        stale = costs.forward_token_s if staleness and updates else 0.0
+        updates.append(fixed + (costs.update_token_s + stale) * tokens)
+    now, ready, steps, waits = 0.0, 0.0, [], []
+    for number, (this, update) in enumerate(zip(played, updates, strict=True)):
+        begin = now
+        if staleness == 0 or number == 0:
+            now = ready = now + this.seconds
+        now = max(now, ready)
+        waits.append(now - begin)
+        if staleness == 0:
+            now += costs.sync_s
+        else:  # the next batch begins, by the weights that the engine now has
+            now += costs.sync_s if number else 0.0
+            ready = now + (played[number + 1].seconds if number + 1 < len(played) else 0.0)
+        now += update + costs.other_s
+        steps.append(now - begin)
+    return Timeline(step_s=steps, wait_s=waits, update_s=updates, played=played)
