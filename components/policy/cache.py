@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-BLOCK = 512
+BLOCK = 128
 """Tokens P of a block: half of it is wasted per rollout, and each block is one more product."""
 
 

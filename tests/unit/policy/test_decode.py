@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from components.policy.decode import MAX_BRIDGE, cut_runs
+from components.policy.runs import MAX_BRIDGE, cut_runs
 
 
 @pytest.mark.parametrize("seed", range(30))
