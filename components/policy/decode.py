@@ -20,30 +20,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from components.attention.lse import apply_sink
-from components.policy.cache import RolloutCache, RowPool, SharedPrefix
+from components.policy.cache import RolloutCache, RowPool
 from components.policy.runs import Run, cut_runs, needs
-
-HIDDEN = -1e30
-"""Added to the scores of hidden keys. Finite, so that a row of padding, which sees nothing, stays
-free of NaN."""
-
-
-class _Group(NamedTuple):
-    """Rollouts with one shared prefix, in a step, for one (window, prefix)."""
-
-    shared: SharedPrefix
-    members: Tensor | None
-    """Their places in the batch; None: everybody's, the padding's included."""
-    num_seen: int
-    """Leading shared keys that they need."""
-    mask: Tensor | None
-    """Additive ``[1, B, 1, S]`` over these; None where every key is visible."""
+from components.policy.shared import (
+    Group,
+    additive,
+    find_groups,
+    lowest,
+    mix_shared,
+    plan_group,
+    score_shared,
+)
 
 
 class _Plan(NamedTuple):
     """What a step needs to know for one (window, prefix)."""
 
-    groups: list[_Group]
+    groups: list[Group]
     runs: list[Run] | None
     """Pieces of the pool; None: all its rows, from the first needed block to the last."""
     first_block: int
@@ -72,7 +65,7 @@ class DecodePass:
         self._rows = torch.tensor([c.row for c in caches], device=device)
         self._base = torch.tensor([c.base for c in caches], device=device)
         self._length = torch.tensor([len(c.ids) - c.base for c in caches], device=device)
-        self._groups = _groups(caches, device)
+        self._groups = find_groups(caches, device)
         self._plans: dict[tuple, _Plan] = {}
         self._places: Tensor | None = None
 
@@ -120,13 +113,14 @@ class DecodePass:
         num_own = plan.mask.shape[-1]
         own_scores = plan.scores[:live, ..., -num_own:]
         for group in plan.groups:
-            _score_shared(heads, group, layer, plan.scores)
+            score_shared(heads, group, layer, plan.scores)
         self._score_own(heads[:live], keys, plan, own_scores)
         p, lse = _softmax(plan.scores, with_lse=sinks is not None)
         out = self._mix_own(p[:live, ..., -num_own:], values, plan)
-        out = F.pad(out, (0, 0, 0, 0, 0, 0, 0, self._padding))
+        if self._padding:
+            out = F.pad(out, (0, 0, 0, 0, 0, 0, 0, self._padding))
         for group in plan.groups:
-            _mix_shared(p, group, layer, out)
+            mix_shared(p, group, layer, out)
         out = out.view(num_b, -1, 1, dim)
         if sinks is not None:
             assert lse is not None
@@ -146,38 +140,25 @@ class DecodePass:
         hidden = at > length
         if window is not None:
             hidden |= (length - at > window) & (base + at >= prefix)
-        mask = _additive(hidden, heads.dtype)[:, None, None]
+        mask = additive(hidden, heads.dtype)[:, None, None]
         groups = [
-            self._plan_group(*group, window=window, prefix=prefix, dtype=heads.dtype)
+            plan_group(
+                *group,
+                self.positions,
+                num_live=len(self._caches),
+                window=window,
+                prefix=prefix,
+                dtype=heads.dtype,
+            )
             for group in self._groups
         ]
         groups = [group for group in groups if group.num_seen]
         width = max((group.num_seen for group in groups), default=0) + len(at)
-        scores = heads.new_full((*heads.shape[:3], width), _lowest(heads.dtype))
+        scores = heads.new_full((*heads.shape[:3], width), lowest(heads.dtype))
         # One product over blocks that nobody needs is cheaper than many over those needed.
         covered = sum(run.last - run.first for run in runs)
         whole = 2 * covered >= (last - first) * self._pool.num_rows
         return _Plan(groups, None if whole else runs, first, mask, scores)
-
-    def _plan_group(
-        self,
-        shared: SharedPrefix,
-        members: Tensor | None,
-        *,
-        window: int | None,
-        prefix: int,
-        dtype: torch.dtype,
-    ) -> _Group:
-        """How many leading shared keys a group needs, and the mask over them."""
-        position = self.positions if members is None else self.positions[members]
-        if window is None:
-            return _Group(shared, members, len(shared), None)
-        if int(position[: len(self._caches)].min()) - window >= len(shared):
-            seen = min(prefix, len(shared))  # the window has left the shared part
-            return _Group(shared, members, seen, None)
-        at = torch.arange(len(shared), device=self._device)
-        hidden = (position[:, None] - at > window) & (at >= prefix)
-        return _Group(shared, members, len(shared), _additive(hidden, dtype)[None, :, None])
 
     def _score_own(self, heads: Tensor, keys: Tensor, plan: _Plan, scores: Tensor) -> None:
         """Masked scores ``[B, K, G, C]`` of the rollouts' own keys ``[J, R * K, P, H]``."""
@@ -195,9 +176,7 @@ class DecodePass:
             return
         for block, first, last, row in plan.runs:
             piece = keys[block, row * num_k : (row + last - first) * num_k]
-            columns = slice(
-                (block - plan.first_block) * size, (block + 1 - plan.first_block) * size
-            )
+            columns = _columns(block - plan.first_block, size)
             new = torch.bmm(heads[first:last].flatten(0, 1), piece.transpose(1, 2))
             torch.add(
                 new.view(last - first, num_k, num_g, size),
@@ -220,9 +199,7 @@ class DecodePass:
         out = values.new_zeros(num_b, num_k, num_g, dim)
         for block, first, last, row in plan.runs:
             piece = values[block, row * num_k : (row + last - first) * num_k]
-            columns = slice(
-                (block - plan.first_block) * size, (block + 1 - plan.first_block) * size
-            )
+            columns = _columns(block - plan.first_block, size)
             new = torch.bmm(p[first:last, ..., columns].flatten(0, 1), piece)
             out[first:last] += new.view(last - first, num_k, num_g, dim)
         return out
@@ -238,31 +215,8 @@ class DecodePass:
         return x if len(x) == len(self._caches) else x[self._rows]
 
 
-def _lowest(dtype: torch.dtype) -> float:
-    return max(HIDDEN, torch.finfo(dtype).min / 2)
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask of the places that are hidden."""
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, _lowest(dtype))
-
-
-def _groups(
-    caches: Sequence[RolloutCache], device: torch.device
-) -> list[tuple[SharedPrefix, Tensor | None]]:
-    """The shared prefixes of a batch, and who has each: indices, or None for everybody."""
-    members: dict[int, list[int]] = {}
-    for index, cache in enumerate(caches):
-        if cache.shared is not None:
-            members.setdefault(id(cache.shared), []).append(index)
-    groups: list[tuple[SharedPrefix, Tensor | None]] = []
-    for rows in members.values():
-        shared = caches[rows[0]].shared
-        assert shared is not None
-        whole = len(rows) == len(caches)
-        groups.append((shared, None if whole else torch.tensor(rows, device=device)))
-    return groups
+def _columns(block: int, size: int) -> slice:
+    return slice(block * size, (block + 1) * size)
 
 
 def _softmax(scores: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -272,35 +226,3 @@ def _softmax(scores: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     p = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
     # The largest probability is exp(its score - lse).
     return p, scores.amax(-1).to(p.dtype) - p.amax(-1).log()
-
-
-def _score_shared(heads: Tensor, group: _Group, layer: int, scores: Tensor) -> None:
-    """Scores of a group's shared keys, into the first columns of ``[B, K, G, S + C]``."""
-    if group.members is not None:
-        heads = heads[group.members]
-    num_b, num_k, num_g, dim = heads.shape
-    keys, _ = group.shared.read(layer, group.num_seen)
-    q = heads.transpose(0, 1).reshape(num_k, -1, dim)
-    new = torch.bmm(q, keys.transpose(1, 2)).view(num_k, num_b, num_g, -1)
-    if group.mask is not None:
-        new += group.mask
-    columns = scores[..., : group.num_seen]
-    if group.members is None:
-        columns.copy_(new.transpose(0, 1))
-    else:
-        columns.index_copy_(0, group.members, new.transpose(0, 1))
-
-
-def _mix_shared(p: Tensor, group: _Group, layer: int, out: Tensor) -> None:
-    """Add a group's shared values, weighted by ``[B, K, G, S + C]``, to ``out [B, K, G, H]``."""
-    p = p[..., : group.num_seen]
-    if group.members is not None:
-        p = p[group.members]
-    num_b, num_k, num_g, _ = p.shape
-    _, values = group.shared.read(layer, group.num_seen)
-    weights = p.transpose(0, 1).reshape(num_k, num_b * num_g, -1).to(values.dtype)
-    new = torch.bmm(weights, values).view(num_k, num_b, num_g, -1).transpose(0, 1)
-    if group.members is None:
-        out += new
-    else:
-        out.index_add_(0, group.members, new.contiguous())
