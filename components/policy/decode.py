@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from components.attention.lse import apply_sink
 from components.policy.cache import RolloutCache, RowPool
-from components.policy.runs import Run, cut_runs, needs
 from components.policy.shared import (
     Group,
     additive,
@@ -33,12 +32,23 @@ from components.policy.shared import (
 )
 
 
+class _Pieces(NamedTuple):
+    """The blocks of the pool that a batch needs, gathered one by one, ``n`` in all."""
+
+    places: Tensor
+    """``[n]``: whose they are, as places in the batch."""
+    columns: Tensor
+    """``[n]``: their block of own keys, counted from the plan's first."""
+    units: Tensor
+    """``[n]``: where they are in a pool seen as ``[J * R, K, P, H]``."""
+
+
 class _Plan(NamedTuple):
     """What a step needs to know for one (window, prefix)."""
 
     groups: list[Group]
-    runs: list[Run] | None
-    """Pieces of the pool; None: all its rows, from the first needed block to the last."""
+    pieces: _Pieces | None
+    """None: all rows of the pool, from the first needed block to the last, with nothing copied."""
     first_block: int
     mask: Tensor
     """Additive ``[B, 1, 1, C]`` over the own tokens of these blocks; B without the padding."""
@@ -129,12 +139,15 @@ class DecodePass:
 
     def _plan(self, heads: Tensor, window: int | None, prefix: int) -> _Plan:
         size = self._pool.block
-        runs: list[Run] = []
-        rows = [c.row for c in self._caches]
-        for block in range(-(-max(len(c.ids) - c.base + 1 for c in self._caches) // size)):
-            needed = [needs(c, block * size, size, window, prefix) for c in self._caches]
-            runs += cut_runs(block, rows, needed)
-        first, last = runs[0].block, runs[-1].block + 1
+        longest = max(len(c.ids) - c.base + 1 for c in self._caches)
+        needed = [
+            (place, block)
+            for place, cache in enumerate(self._caches)
+            for block in range(-(-longest // size))
+            if needs(cache, block * size, size, window=window, prefix=prefix)
+        ]
+        first = min(block for _, block in needed)
+        last = max(block for _, block in needed) + 1
         at = torch.arange(first * size, last * size, device=self._device)
         length, base = self._length[:, None], self._base[:, None]
         hidden = at > length
@@ -155,54 +168,54 @@ class DecodePass:
         groups = [group for group in groups if group.num_seen]
         width = max((group.num_seen for group in groups), default=0) + len(at)
         scores = heads.new_full((*heads.shape[:3], width), lowest(heads.dtype))
-        # One product over blocks that nobody needs is cheaper than many over those needed.
-        covered = sum(run.last - run.first for run in runs)
-        whole = 2 * covered >= (last - first) * self._pool.num_rows
-        return _Plan(groups, None if whole else runs, first, mask, scores)
+        # To multiply blocks that nobody needs is cheaper than to copy those needed, up to a point.
+        whole = 2 * len(needed) >= (last - first) * self._pool.num_rows
+        pieces = None if whole else self._gather(needed, first)
+        return _Plan(groups, pieces, first, mask, scores)
+
+    def _gather(self, needed: Sequence[tuple[int, int]], first: int) -> _Pieces:
+        places, blocks = torch.tensor(needed, device=self._device).unbind(-1)
+        units = blocks * self._pool.num_rows + self._rows[places]
+        return _Pieces(places, blocks - first, units)
 
     def _score_own(self, heads: Tensor, keys: Tensor, plan: _Plan, scores: Tensor) -> None:
         """Masked scores ``[B, K, G, C]`` of the rollouts' own keys ``[J, R * K, P, H]``."""
         num_b, num_k, num_g, dim = heads.shape
         size = keys.shape[2]
-        if plan.runs is None:
-            num_blocks = scores.shape[-1] // size
-            every = self._on_rows(heads)
-            every = every.expand(num_blocks, *every.shape).reshape(-1, num_g, dim)
-            piece = keys[plan.first_block : plan.first_block + num_blocks].flatten(0, 1)
-            new = torch.bmm(every, piece.transpose(1, 2)).view(num_blocks, -1, num_k, num_g, size)
-            new = self._off_rows(new.permute(1, 2, 3, 0, 4))
-            mask = plan.mask.view(num_b, 1, 1, num_blocks, size)
-            torch.add(new, mask, out=scores.unflatten(-1, (num_blocks, size)))
+        num_blocks = scores.shape[-1] // size
+        scores = scores.unflatten(-1, (num_blocks, size))
+        mask = plan.mask.view(num_b, 1, 1, num_blocks, size)
+        if plan.pieces is not None:
+            places, columns, units = plan.pieces
+            piece = keys.view(-1, num_k, size, dim)[units].flatten(0, 1)
+            new = torch.bmm(heads[places].flatten(0, 1), piece.transpose(1, 2))
+            new = new.view(-1, num_k, num_g, size) + mask[places, :, :, columns]
+            scores[places, :, :, columns] = new
             return
-        for block, first, last, row in plan.runs:
-            piece = keys[block, row * num_k : (row + last - first) * num_k]
-            columns = _columns(block - plan.first_block, size)
-            new = torch.bmm(heads[first:last].flatten(0, 1), piece.transpose(1, 2))
-            torch.add(
-                new.view(last - first, num_k, num_g, size),
-                plan.mask[first:last, ..., columns],
-                out=scores[first:last, ..., columns],
-            )
+        every = self._on_rows(heads)
+        every = every.expand(num_blocks, *every.shape).reshape(-1, num_g, dim)
+        piece = keys[plan.first_block : plan.first_block + num_blocks].flatten(0, 1)
+        new = torch.bmm(every, piece.transpose(1, 2)).view(num_blocks, -1, num_k, num_g, size)
+        torch.add(self._off_rows(new.permute(1, 2, 3, 0, 4)), mask, out=scores)
 
     def _mix_own(self, p: Tensor, values: Tensor, plan: _Plan) -> Tensor:
         """Values ``[J, R * K, P, H]`` weighted by ``[B, K, G, C]``: ``[B, K, G, H]``."""
-        num_b, num_k, num_g, num_own = p.shape
+        num_k, num_g, num_own = p.shape[1:]
         size, dim = values.shape[2:]
+        num_blocks = num_own // size
         p = p.to(values.dtype)
-        if plan.runs is None:
-            num_blocks = num_own // size
-            every = self._on_rows(p).unflatten(-1, (num_blocks, size))
-            every = every.permute(3, 0, 1, 2, 4).reshape(-1, num_g, size)
-            piece = values[plan.first_block : plan.first_block + num_blocks].flatten(0, 1)
-            new = torch.bmm(every, piece).view(num_blocks, -1, num_k, num_g, dim)
-            return self._off_rows(new[0] if num_blocks == 1 else new.sum(0))
-        out = values.new_zeros(num_b, num_k, num_g, dim)
-        for block, first, last, row in plan.runs:
-            piece = values[block, row * num_k : (row + last - first) * num_k]
-            columns = _columns(block - plan.first_block, size)
-            new = torch.bmm(p[first:last, ..., columns].flatten(0, 1), piece)
-            out[first:last] += new.view(last - first, num_k, num_g, dim)
-        return out
+        if plan.pieces is not None:
+            places, columns, units = plan.pieces
+            piece = values.view(-1, num_k, size, dim)[units].flatten(0, 1)
+            every = p.unflatten(-1, (num_blocks, size))[places, :, :, columns].flatten(0, 1)
+            new = torch.bmm(every, piece).view(-1, num_k, num_g, dim)
+            out = torch.zeros(len(p), num_k, num_g, dim, device=p.device)
+            return out.index_add_(0, places, new.to(out.dtype)).to(p.dtype)
+        every = self._on_rows(p).unflatten(-1, (num_blocks, size))
+        every = every.permute(3, 0, 1, 2, 4).reshape(-1, num_g, size)
+        piece = values[plan.first_block : plan.first_block + num_blocks].flatten(0, 1)
+        new = torch.bmm(every, piece).view(num_blocks, -1, num_k, num_g, dim)
+        return self._off_rows(new[0] if num_blocks == 1 else new.sum(0))
 
     def _on_rows(self, x: Tensor) -> Tensor:
         """``[B, ...]`` as ``[R, ...]``: each rollout at its row of the pool, zeros elsewhere."""
@@ -215,8 +228,21 @@ class DecodePass:
         return x if len(x) == len(self._caches) else x[self._rows]
 
 
-def _columns(block: int, size: int) -> slice:
-    return slice(block * size, (block + 1) * size)
+def needs(cache: RolloutCache, start: int, size: int, *, window: int | None, prefix: int) -> bool:
+    """Whether a rollout's new token sees any of ``size`` of its own tokens from ``start`` on.
+
+    Args:
+        cache: the rollout, without the new token.
+        start: first of the tokens.
+        size: how many.
+        window: largest distance in positions that is still seen; None for no window.
+        prefix: positions that no window hides.
+    """
+    new = len(cache.ids) - cache.base
+    last = min(new, start + size - 1)
+    if last < start:
+        return False
+    return window is None or new - last <= window or cache.base + start < prefix
 
 
 def _softmax(scores: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
