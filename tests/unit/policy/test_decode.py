@@ -60,4 +60,5 @@ def test_one_long_rollout_among_short_ones_and_gaps_in_the_pool(kind, monkeypatc
             expected = plain_logprobs(model, list(one.context), result.ids, temperature=1.0)
             assert result.logprobs == pytest.approx(expected, abs=1e-5), (names, one.rollout_id)
             contexts[one.rollout_id] += [*result.ids, 5]
-    assert set(gathered) == {True, False}
+    # Behind narrow windows rollouts of different lengths have no block in common.
+    assert set(gathered) == ({True} if kind == "narrow" else {True, False})
