@@ -72,8 +72,7 @@ class DecodeStep:
         self._ropes = {
             id(rope): rope for rope in model.modules() if isinstance(rope, RotaryEmbedding)
         }
-        head = _Product([_Matrix(model.head_weight)], num_rows=num_rows)
-        self._head = self._counted(head)
+        self._head = self._map([_Head(model)], num_rows)
 
     def is_stale(self) -> bool:
         """Whether a parameter was replaced or changed in place, or an adapter switched, since.
@@ -121,7 +120,8 @@ class DecodeStep:
 
     def _map(self, linears: Sequence[Any], num_rows: int) -> Map:
         """Several linears of one input, side by side."""
-        if all(_is_packable(linear) for linear in linears):
+        dtype = self._model.tok_embeddings.weight.dtype
+        if all(_is_packable(linear) and linear.weight.dtype == dtype for linear in linears):
             return self._counted(_Product(linears, num_rows=num_rows))
         return lambda x: torch.cat([linear(x) for linear in linears], -1)
 
@@ -130,13 +130,17 @@ class DecodeStep:
         return product
 
 
-class _Matrix:
+class _Head(nn.Module):
     """The head, as a linear without a bias."""
 
     bias = None
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, model: PolicyModel) -> None:
+        super().__init__()
+        self.weight = model.head_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 class _Product:
@@ -277,7 +281,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 def _is_packable(linear: Any) -> bool:
     """Whether it is a plain linear map of dense weights, adapted or not."""
-    if type(linear) not in (nn.Linear, LoRALinear, AdapterLinear) or is_nf4(linear.weight):
+    if type(linear) not in (nn.Linear, LoRALinear, AdapterLinear, _Head) or is_nf4(linear.weight):
         return False
     if linear._forward_hooks or linear._forward_pre_hooks:
         return False
