@@ -81,6 +81,7 @@ def plan_group(
 
 
 def lowest(dtype: torch.dtype) -> float:
+    """HIDDEN, or what a dtype has room for."""
     return max(HIDDEN, torch.finfo(dtype).min / 2)
 
 
