@@ -10,12 +10,14 @@ number of threads. The keys of the JSON file:
                                       each turn's whole contexts, once per call
     speedup_vs_kept_cache_1k, _5k     the same where its cache is kept from turn to turn
     speedup_vs_vllm_1k, _5k           over those of vLLM on the CPU, its prefix cache on; null where
-                                      it is not installed (`make vllm`, or VLLM_VENV)
+                                      was not measured (`make vllm`, or VLLM_VENV)
+    vllm_missing                      why it was not measured; null if it was
     bandwidth_share                   decode steps of 8 rollouts at the 1k prefix: the time to read
                                       the weights once, over the time that a step took
     own_key_us                        time that a step and rollout takes for each token the rollout
                                       has of its own: slope over the turns
     prefix_cost_5k                    a decode step of the last turn at the 5k prefix over one at 1k
+    setting                           what all engines had alike: dtype, threads, weights in MB
     runs                              each run: its turns in seconds, tokens per second
 
 Where there are runs with 8 and with 32 rollouts, a key is the smaller of the two ratios. Nothing
@@ -31,7 +33,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,14 +75,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weight_bytes = sum(p.nbytes for p in model.parameters())
     _measure(runs, "local", works, lambda work: run_local(model, work))
     _measure_transformers(runs, works, directory)
-    failed = _measure_vllm(runs, works, directory, threads=options.threads)
+    missing = _measure_vllm(runs, works, directory, threads=options.threads)
     figures = summary(runs, bandwidth=max(bandwidth.values()), weight_bytes=weight_bytes)
     print_figures(figures)
     if options.json is not None:
+        figures["vllm_missing"] = None if missing is None else missing.why
+        figures["setting"] = {
+            "dtype": "bf16",
+            "threads": options.threads,
+            "weights_mb": weight_bytes / 1e6,
+        }
         figures["bandwidth_gb_s"] = bandwidth
         figures["runs"] = [_record(name, *pair) for name in runs for pair in runs[name].items()]
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 1 if failed else 0
+    return 1 if missing is not None and missing.failed else 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -120,18 +128,27 @@ def _measure_transformers(runs: Runs, works: Sequence[Work], directory: Path) ->
     _measure(runs, "kept_cache", works, lambda work: theirs.run(work, keep_cache=True))
 
 
-def _measure_vllm(runs: Runs, works: Sequence[Work], directory: Path, *, threads: int) -> bool:
+class Missing(NamedTuple):
+    """Why there are no figures of an engine."""
+
+    why: str
+    failed: bool
+    """It was there and did not do the work."""
+
+
+def _measure_vllm(
+    runs: Runs, works: Sequence[Work], directory: Path, *, threads: int
+) -> Missing | None:
     """vLLM's server with its prefix cache (its default).
 
     Returns:
-        Whether it failed: it is said, and what the others measured is not lost. A vLLM that is not
-        installed is said, too, and is no failure.
+        What kept it from being measured: it is said, and what the others measured is not lost.
     """
     try:
         command = vllm_command()
     except FileNotFoundError as error:
         print(f"vllm: not measured, {error}")
-        return False
+        return Missing(str(error), failed=False)
     # vLLM's own default where serve_vllm.py has another, chunked prefill; room for every context.
     longest = max(work.context for work in works)
     args = ("--enable-scale-out", "--enable-chunked-prefill", "--max-model-len", str(longest + 1))
@@ -151,9 +168,9 @@ def _measure_vllm(runs: Runs, works: Sequence[Work], directory: Path, *, threads
     except (OSError, RuntimeError) as error:
         runs.pop("vllm", None)
         print(f"vllm: failed, its log is {name}: {error}", file=sys.stderr)
-        return True
+        return Missing(str(error), failed=True)
     Path(name).unlink()
-    return False
+    return None
 
 
 def summary(runs: Runs, *, bandwidth: float, weight_bytes: int) -> dict[str, Any]:

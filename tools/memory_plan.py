@@ -63,7 +63,14 @@ def setting_of(cfg: Mapping[str, Any]) -> Setting:
         max_grad_norm=plain["max_grad_norm"],
         num_workers=plain["rollout"]["num_workers"],
         max_tokens=plain["rollout"]["max_tokens"],
+        packed=_packs(plain["engine"]),
     )
+
+
+def _packs(engine: Mapping[str, Any]) -> bool:
+    """Whether an engine decodes from a packed copy of the weights, where it can."""
+    ours = str(engine["_component_"]).endswith(".LocalEngine")
+    return ours and engine.get("pack_weights", "auto") is not False
 
 
 def predict(

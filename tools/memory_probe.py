@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from components.attention.plan import MaskPlan
+from components.models.decode_step import DecodeStep, why_not
 from components.models.decoder import PolicyModel
 from components.models.nf4 import stored_bytes
 from components.policy.cache import RowPool
@@ -56,6 +57,8 @@ class Setting:
     "Rollouts whose keys and values the engine still holds in the update."
     max_tokens: int
     "Of a rollout."
+    packed: bool
+    "The engine holds a copy of the weights that is laid out for decoding (pack_weights)."
 
 
 class Update:
@@ -73,6 +76,8 @@ class Update:
         self.optimizer: torch.optim.Optimizer = build(setting.optimizer, self.masters.parameters())
         self.reference = ReferencePolicy(self.model) if setting.beta > 0 else None
         self.cache = _full_cache(self.model, setting)
+        packs = setting.packed and why_not(self.model) is None
+        self.packed = DecodeStep(self.model, num_rows=setting.num_workers) if packs else None
         tokens = setting.tokens
         generator = torch.Generator().manual_seed(0)
         vocab = self.model.config.vocab_size
@@ -97,7 +102,8 @@ class Update:
             "masters": sum(p.nbytes for p in self.masters.parameters() if id(p) not in ours),
             "optimizer": sum(states),
             "reference": sum(t.nbytes for t in reference.values()),
-            "engine_copy": 0,  # alone, the engine samples from the trainer's weights
+            # Alone, the engine samples from the trainer's weights, or from a packed copy of them.
+            "engine_copy": self.packed.num_bytes if self.packed else 0,
             "kv_cache": self.cache.num_bytes(),
         }
 

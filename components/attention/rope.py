@@ -67,6 +67,27 @@ class RotaryEmbedding(nn.Module):
             return _rotate_real(x, _rows(self.cache, input_pos, x.shape[1]))
         return _Rotate.apply(x, self.cache, input_pos)
 
+    def turns(self, input_pos: Tensor) -> Tensor:
+        """cos and sin of each token ``[B, T, 1, H / 2, 2]``, for :func:`rotate`.
+
+        Args:
+            input_pos: positions ``[B, T]``.
+        """
+        return _rows(self.cache, input_pos, input_pos.shape[1])
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """What RotaryEmbedding does, without autograd and with its table looked up once for all layers.
+
+    Args:
+        x: heads ``[B, T, n, H]``.
+        turns: of the module's :meth:`RotaryEmbedding.turns`.
+
+    Returns:
+        ``[B, T, n, H]`` in the dtype of x.
+    """
+    return _rotate_complex(x, turns, back=False)
+
 
 def _rows(table: Tensor, input_pos: Tensor | None, num_tokens: int) -> Tensor:
     """cos and sin of each token ``[B, T, 1, H / 2, 2]``."""

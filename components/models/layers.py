@@ -16,16 +16,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def rms_norm(x: Tensor, scale: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm in float32, without autograd.
+
+    Args:
+        x: [..., D].
+        scale: [D].
+        eps: added to the mean square.
+
+    Returns:
+        ``x / rms(x) * scale`` in x's dtype, and ``1 / rms(x)`` [..., 1] in float32.
+    """
+    wide = x.float()
+    mean_square = torch.linalg.vecdot(wide, wide).unsqueeze(-1).div_(x.shape[-1])
+    inverse = mean_square.add_(eps).rsqrt_()
+    return (wide * inverse).mul_(scale).to(x.dtype), inverse
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps x and one float per row; F.rms_norm on a CPU keeps two float32 copies of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        mean_square = torch.linalg.vecdot(wide, wide).unsqueeze(-1).div_(x.shape[-1])
-        inverse = mean_square.add_(eps).rsqrt_()
+        out, inverse = rms_norm(x, scale, eps=eps)
         ctx.save_for_backward(x, scale, inverse)
-        return (wide * inverse).mul_(scale).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -96,13 +111,14 @@ def with_fast_layers(model: nn.Module) -> nn.Module:
                 fast = RMSNorm(child.normalized_shape[0], eps=child.eps)
                 fast.scale = child.scale
                 setattr(module, name, fast)
-            elif _is_swiglu(child):
+            elif type(child) is torchtune.modules.FeedForward and is_swiglu(child):
                 parts = {"gate_proj": child.w1, "down_proj": child.w2, "up_proj": child.w3}
                 setattr(module, name, FeedForward(**parts))
     return model
 
 
-def _is_swiglu(module: nn.Module) -> TypeGuard[torchtune.modules.FeedForward]:
-    if type(module) is not torchtune.modules.FeedForward:
+def is_swiglu(module: nn.Module) -> TypeGuard[torchtune.modules.FeedForward]:
+    """Whether it is torchtune's FeedForward, or ours, with a gate and SiLU."""
+    if type(module) not in (torchtune.modules.FeedForward, FeedForward):
         return False
     return module.w3 is not None and type(module.activation) is nn.SiLU

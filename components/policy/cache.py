@@ -2,7 +2,8 @@
 
 A rollout's cache has two parts: a *shared prefix* (the system turn, computed once per weight
 version and kept once for all rollouts that start with it) and its *own* tokens, a row of a pool.
-Attention runs over the two parts apart and merges them by their LSE.
+Prefill attends over the two parts apart and merges them by their LSE; a decode step puts the scores
+of both into one softmax.
 
 Suffixes: ``K`` key heads, ``H`` head dim, ``T`` new tokens, ``R`` rows of the pool, ``J`` blocks of
 a row, ``P`` tokens of a block, ``S`` tokens of a shared prefix.
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-BLOCK = 512
-"""Tokens P of a block: half of it is wasted per rollout, and each block is one more product."""
+BLOCK = 128
+"""Tokens P of a block: half of it is wasted per rollout, and many small blocks cost more calls."""
 
 
 class SharedPrefix:

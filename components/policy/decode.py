@@ -1,11 +1,13 @@
 """Attention for one new token of each rollout of a batch.
 
 The queries of all rollouts that share a prefix go through one product with it, those over a
-rollout's own tokens through padded batched products. On a CPU in bf16 two products and a
-softmax take half the time of the flash kernel, which is made for many queries.
+rollout's own tokens through batched products. All scores of a query meet in one row and go through
+one softmax. On a CPU in bf16 that takes half the time of the flash kernel, which is made for many
+queries.
 
-Suffixes: ``B`` rollouts, ``N`` query heads, ``K`` key heads, ``G`` query heads per key head, ``H``
-head dim, ``R`` rows of the pool, ``J`` blocks, ``P`` tokens of one, ``C`` keys, ``S`` shared ones.
+Suffixes: ``B`` rollouts and padding, ``N`` query heads, ``K`` key heads, ``G`` query heads per key
+head, ``H`` head dim, ``R`` rows of the pool, ``J`` blocks, ``P`` tokens of one, ``C`` own keys,
+``S`` shared ones.
 """
 
 from __future__ import annotations
@@ -17,37 +19,41 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from components.attention.lse import apply_sink, merge
-from components.policy.cache import RolloutCache, RowPool, SharedPrefix
-
-HIDDEN = -1e30
-"""Added to the scores of hidden keys. Finite, so that a row without a visible key stays NaN-free:
-its LSE is about HIDDEN, and the merge gives it weight 0."""
-
-MAX_BRIDGE = 2
-"""Blocks that no query needs but that go along, to keep two runs of rows in one product."""
-
-
-class _Run(NamedTuple):
-    """One block of neighbouring rows of the pool, which go through one product."""
-
-    block: int
-    first: int
-    last: int
-    """Places in the batch; their rows in the pool are neighbours, too."""
-    row: int
-    """Row of the first in the pool."""
+from components.attention.lse import apply_sink
+from components.policy.cache import RolloutCache, RowPool
+from components.policy.shared import (
+    Group,
+    additive,
+    find_groups,
+    lowest,
+    mix_shared,
+    plan_group,
+    score_shared,
+)
 
 
-class _OwnPlan(NamedTuple):
-    """What a step needs of the rollouts' own tokens, for one (window, prefix)."""
+class _Pieces(NamedTuple):
+    """The blocks of the pool that a batch needs, gathered one by one, ``n`` in all."""
 
-    runs: list[_Run]
+    places: Tensor
+    """``[n]``: whose they are, as places in the batch."""
+    columns: Tensor
+    """``[n]``: their block of own keys, counted from the plan's first."""
+    units: Tensor
+    """``[n]``: where they are in a pool seen as ``[J * R, K, P, H]``."""
+
+
+class _Plan(NamedTuple):
+    """What a step needs to know for one (window, prefix)."""
+
+    groups: list[Group]
+    pieces: _Pieces | None
+    """None: all rows of the pool, from the first needed block to the last, with nothing copied."""
     first_block: int
     mask: Tensor
-    """Additive ``[B, 1, 1, C]`` over the tokens from the first needed block to the last."""
+    """Additive ``[B, 1, 1, C]`` over the own tokens of these blocks; B without the padding."""
     scores: Tensor
-    """``[B, K, G, C]``: zeros, whose visible places every layer overwrites."""
+    """``[B, K, G, S + C]``: HIDDEN, but for visible places, which every layer overwrites."""
 
 
 class DecodePass:
@@ -69,9 +75,8 @@ class DecodePass:
         self._rows = torch.tensor([c.row for c in caches], device=device)
         self._base = torch.tensor([c.base for c in caches], device=device)
         self._length = torch.tensor([len(c.ids) - c.base for c in caches], device=device)
-        self._groups = _groups(caches, device)
-        self._own_plans: dict[tuple, _OwnPlan] = {}
-        self._shared_masks: dict[tuple, tuple[int, Tensor | None]] = {}
+        self._groups = find_groups(caches, device)
+        self._plans: dict[tuple, _Plan] = {}
         self._places: Tensor | None = None
 
     @property
@@ -82,7 +87,7 @@ class DecodePass:
     def begin(self) -> None:
         """Prepare a step: every rollout gets one token after those it holds."""
         self._pool.reserve(max(len(c.ids) - c.base + 1 for c in self._caches))
-        self._own_plans, self._shared_masks = {}, {}
+        self._plans = {}
         # [B * K], the order of k [B, K, 1, H]
         self._places = self._pool.places(self._rows, self._length).t().flatten()
 
@@ -112,97 +117,127 @@ class DecodePass:
         # Scaling q is exact for the usual powers of two, and cheaper than scaling the scores.
         factor = dim**-0.5 if scale is None else scale
         heads = (q * factor).reshape(num_b, num_k, -1, dim)
-        if (window, prefix) not in self._own_plans:
-            self._own_plans[window, prefix] = self._plan_own(heads[:live], window, prefix)
-        out, lse = _own(heads[:live], keys, values, self._own_plans[window, prefix])
-        for group in range(len(self._groups)):
-            out, lse = self._merge_shared(group, layer, heads, out, lse, window, prefix)
+        plan = self._plans.get((window, prefix))
+        if plan is None:
+            plan = self._plans[window, prefix] = self._plan(heads, window, prefix)
+        num_own = plan.mask.shape[-1]
+        own_scores = plan.scores[:live, ..., -num_own:]
+        for group in plan.groups:
+            score_shared(heads, group, layer, plan.scores)
+        self._score_own(heads[:live], keys, plan, own_scores)
+        p, lse = _softmax(plan.scores, with_lse=sinks is not None)
+        out = self._mix_own(p[:live, ..., -num_own:], values, plan)
+        if self._padding:
+            out = F.pad(out, (0, 0, 0, 0, 0, 0, 0, self._padding))
+        for group in plan.groups:
+            mix_shared(p, group, layer, out)
+        out = out.view(num_b, -1, 1, dim)
         if sinks is not None:
-            out, _ = apply_sink(out, lse, sinks)
-        return F.pad(out.to(q.dtype), (0, 0, 0, 0, 0, 0, 0, self._padding))
+            assert lse is not None
+            out, _ = apply_sink(out.to(lse.dtype), lse.view(num_b, -1, 1), sinks)
+        return out.to(q.dtype)
 
-    def _plan_own(self, heads: Tensor, window: int | None, prefix: int) -> _OwnPlan:
+    def _plan(self, heads: Tensor, window: int | None, prefix: int) -> _Plan:
         size = self._pool.block
-        runs: list[_Run] = []
-        for block in range(-(-max(len(c.ids) - c.base + 1 for c in self._caches) // size)):
-            needed = [_needs(c, block * size, size, window, prefix) for c in self._caches]
-            runs += cut_runs(block, [c.row for c in self._caches], needed)
-        first, last = runs[0].block, runs[-1].block + 1
+        longest = max(len(c.ids) - c.base + 1 for c in self._caches)
+        needed = [
+            (place, block)
+            for place, cache in enumerate(self._caches)
+            for block in range(-(-longest // size))
+            if needs(cache, block * size, size, window=window, prefix=prefix)
+        ]
+        first = min(block for _, block in needed)
+        last = max(block for _, block in needed) + 1
         at = torch.arange(first * size, last * size, device=self._device)
         length, base = self._length[:, None], self._base[:, None]
         hidden = at > length
         if window is not None:
             hidden |= (length - at > window) & (base + at >= prefix)
-        mask = _additive(hidden, heads.dtype)[:, None, None]
-        scores = heads.new_zeros(*heads.shape[:3], (last - first) * size)
-        return _OwnPlan(runs, first, mask, scores)
+        mask = additive(hidden, heads.dtype)[:, None, None]
+        groups = [
+            plan_group(
+                *group,
+                self.positions,
+                num_live=len(self._caches),
+                window=window,
+                prefix=prefix,
+                dtype=heads.dtype,
+            )
+            for group in self._groups
+        ]
+        groups = [group for group in groups if group.num_seen]
+        width = max((group.num_seen for group in groups), default=0) + len(at)
+        scores = heads.new_full((*heads.shape[:3], width), lowest(heads.dtype))
+        # To multiply blocks that nobody needs is cheaper than to copy those needed, up to a point.
+        whole = 2 * len(needed) >= (last - first) * self._pool.num_rows
+        pieces = None if whole else self._gather(needed, first)
+        return _Plan(groups, pieces, first, mask, scores)
 
-    def _merge_shared(
-        self,
-        group: int,
-        layer: int,
-        heads: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        window: int | None,
-        prefix: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Merge in the attention over a group's shared prefix, all its queries in one product."""
-        shared, members = self._groups[group]
-        key = (group, window, prefix)
-        if key not in self._shared_masks:
-            self._shared_masks[key] = self._shared_mask(group, window, prefix, heads.dtype)
-        num_seen, mask = self._shared_masks[key]
-        if num_seen == 0:
-            return out, lse
-        keys, values = shared.read(layer, num_seen)
-        if members is None:  # with the padding: its queries are of no use, but the shape is fixed
-            new, new_lse = (x[: len(out)] for x in _shared(heads, keys, values, mask))
-            return merge(out, lse, new, new_lse)
-        new, new_lse = _shared(heads[members], keys, values, mask)
-        merged, merged_lse = merge(out[members], lse[members], new, new_lse)
-        return out.index_copy(0, members, merged), lse.index_copy(0, members, merged_lse)
+    def _gather(self, needed: Sequence[tuple[int, int]], first: int) -> _Pieces:
+        places, blocks = torch.tensor(needed, device=self._device).unbind(-1)
+        units = blocks * self._pool.num_rows + self._rows[places]
+        return _Pieces(places, blocks - first, units)
 
-    def _shared_mask(
-        self, group: int, window: int | None, prefix: int, dtype: torch.dtype
-    ) -> tuple[int, Tensor | None]:
-        """How many leading shared keys a group needs, and the mask ``[1, B, 1, S]`` over them."""
-        shared, members = self._groups[group]
-        position = self.positions if members is None else self.positions[members]
-        if window is None:
-            return len(shared), None
-        if int(position[: len(self._caches)].min()) - window >= len(shared):
-            return min(prefix, len(shared)), None  # the window has left the shared part
-        at = torch.arange(len(shared), device=self._device)
-        hidden = (position[:, None] - at > window) & (at >= prefix)
-        return len(shared), _additive(hidden, dtype)[None, :, None]
+    def _score_own(self, heads: Tensor, keys: Tensor, plan: _Plan, scores: Tensor) -> None:
+        """Masked scores ``[B, K, G, C]`` of the rollouts' own keys ``[J, R * K, P, H]``."""
+        num_b, num_k, num_g, dim = heads.shape
+        size = keys.shape[2]
+        num_blocks = scores.shape[-1] // size
+        scores = scores.unflatten(-1, (num_blocks, size))
+        mask = plan.mask.view(num_b, 1, 1, num_blocks, size)
+        if plan.pieces is not None:
+            places, columns, units = plan.pieces
+            piece = keys.view(-1, num_k, size, dim)[units].flatten(0, 1)
+            new = torch.bmm(heads[places].flatten(0, 1), piece.transpose(1, 2))
+            new = new.view(-1, num_k, num_g, size) + mask[places, :, :, columns]
+            scores[places, :, :, columns] = new
+            return
+        every = self._on_rows(heads)
+        every = every.expand(num_blocks, *every.shape).reshape(-1, num_g, dim)
+        piece = keys[plan.first_block : plan.first_block + num_blocks].flatten(0, 1)
+        new = torch.bmm(every, piece.transpose(1, 2)).view(num_blocks, -1, num_k, num_g, size)
+        torch.add(self._off_rows(new.permute(1, 2, 3, 0, 4)), mask, out=scores)
 
+    def _mix_own(self, p: Tensor, values: Tensor, plan: _Plan) -> Tensor:
+        """Values ``[J, R * K, P, H]`` weighted by ``[B, K, G, C]``: ``[B, K, G, H]``."""
+        num_k, num_g, num_own = p.shape[1:]
+        size, dim = values.shape[2:]
+        num_blocks = num_own // size
+        p = p.to(values.dtype)
+        if plan.pieces is not None:
+            places, columns, units = plan.pieces
+            piece = values.view(-1, num_k, size, dim)[units].flatten(0, 1)
+            every = p.unflatten(-1, (num_blocks, size))[places, :, :, columns].flatten(0, 1)
+            new = torch.bmm(every, piece).view(-1, num_k, num_g, dim)
+            out = torch.zeros(len(p), num_k, num_g, dim, device=p.device)
+            return out.index_add_(0, places, new.to(out.dtype)).to(p.dtype)
+        every = self._on_rows(p).unflatten(-1, (num_blocks, size))
+        every = every.permute(3, 0, 1, 2, 4).reshape(-1, num_g, size)
+        piece = values[plan.first_block : plan.first_block + num_blocks].flatten(0, 1)
+        new = torch.bmm(every, piece).view(num_blocks, -1, num_k, num_g, dim)
+        return self._off_rows(new[0] if num_blocks == 1 else new.sum(0))
 
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask of the places that are hidden."""
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, max(HIDDEN, torch.finfo(dtype).min / 2))
+    def _on_rows(self, x: Tensor) -> Tensor:
+        """``[B, ...]`` as ``[R, ...]``: each rollout at its row of the pool, zeros elsewhere."""
+        if len(x) == self._pool.num_rows:
+            return x  # every row is in the batch, and the batch is ordered by rows
+        return x.new_zeros(self._pool.num_rows, *x.shape[1:]).index_copy_(0, self._rows, x)
 
-
-def _groups(
-    caches: Sequence[RolloutCache], device: torch.device
-) -> list[tuple[SharedPrefix, Tensor | None]]:
-    """The shared prefixes of a batch, and who has each: indices, or None for everybody."""
-    members: dict[int, list[int]] = {}
-    for index, cache in enumerate(caches):
-        if cache.shared is not None:
-            members.setdefault(id(cache.shared), []).append(index)
-    groups: list[tuple[SharedPrefix, Tensor | None]] = []
-    for rows in members.values():
-        shared = caches[rows[0]].shared
-        assert shared is not None
-        whole = len(rows) == len(caches)
-        groups.append((shared, None if whole else torch.tensor(rows, device=device)))
-    return groups
+    def _off_rows(self, x: Tensor) -> Tensor:
+        """``[R, ...]`` as ``[B, ...]``."""
+        return x if len(x) == len(self._caches) else x[self._rows]
 
 
-def _needs(cache: RolloutCache, start: int, size: int, window: int | None, prefix: int) -> bool:
-    """Whether a rollout's new token sees any of its own tokens from ``start`` on."""
+def needs(cache: RolloutCache, start: int, size: int, *, window: int | None, prefix: int) -> bool:
+    """Whether a rollout's new token sees any of ``size`` of its own tokens from ``start`` on.
+
+    Args:
+        cache: the rollout, without the new token.
+        start: first of the tokens.
+        size: how many.
+        window: largest distance in positions that is still seen; None for no window.
+        prefix: positions that no window hides.
+    """
     new = len(cache.ids) - cache.base
     last = min(new, start + size - 1)
     if last < start:
@@ -210,91 +245,10 @@ def _needs(cache: RolloutCache, start: int, size: int, window: int | None, prefi
     return window is None or new - last <= window or cache.base + start < prefix
 
 
-def cut_runs(block: int, rows: Sequence[int], needed: Sequence[bool]) -> list[_Run]:
-    """The pieces of a block that a batch needs.
-
-    Args:
-        block: index of the block.
-        rows: row of each rollout in the pool, rising.
-        needed: whether the rollout needs the block.
-
-    Returns:
-        Runs that cover what is needed, and at most MAX_BRIDGE blocks at a time that are not.
-    """
-    runs: list[_Run] = []
-    for place, row in enumerate(rows):
-        if not needed[place]:
-            continue
-        if runs:
-            _, first, last, first_row = runs[-1]
-            close = place - last <= MAX_BRIDGE
-            if close and row - first_row == place - first:
-                runs[-1] = _Run(block, first, place + 1, first_row)
-                continue
-        runs.append(_Run(block, place, place + 1, row))
-    return runs
-
-
-def _own(heads: Tensor, keys: Tensor, values: Tensor, plan: _OwnPlan) -> tuple[Tensor, Tensor]:
-    """Attention over the rollouts' own tokens.
-
-    Args:
-        heads: scaled queries ``[B, K, G, H]``.
-        keys: ``[J, R * K, P, H]``.
-        values: ``[J, R * K, P, H]``.
-        plan: which blocks.
-
-    Returns:
-        ``out [B, N, 1, H]`` and ``lse [B, N, 1]``, both in at least fp32.
-    """
-    num_b, num_k, _, dim = heads.shape
-    size = keys.shape[2]
-    for block, first, last, row in plan.runs:
-        piece = keys[block, row * num_k : (row + last - first) * num_k]
-        columns = slice((block - plan.first_block) * size, (block + 1 - plan.first_block) * size)
-        new = torch.bmm(heads[first:last].flatten(0, 1), piece.transpose(1, 2))
-        plan.scores[first:last, ..., columns] = new.view(last - first, num_k, -1, size)
-    p, lse = _softmax(plan.scores + plan.mask)
-    p = p.to(values.dtype)
-    out = torch.zeros(heads.shape, dtype=lse.dtype, device=heads.device)
-    for block, first, last, row in plan.runs:
-        piece = values[block, row * num_k : (row + last - first) * num_k]
-        columns = slice((block - plan.first_block) * size, (block + 1 - plan.first_block) * size)
-        new = torch.bmm(p[first:last, ..., columns].flatten(0, 1), piece)
-        out[first:last] += new.view(last - first, num_k, -1, dim)
-    return out.view(num_b, -1, 1, dim), lse.view(num_b, -1, 1)
-
-
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities ``[..., C]`` and LSE ``[...]`` of scores, in at least fp32."""
+def _softmax(scores: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Probabilities ``[..., C]`` and, on demand, LSE ``[...]`` in at least fp32."""
+    if not with_lse:
+        return torch.softmax(scores, -1), None  # summed in fp32, whatever the dtype
     p = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
     # The largest probability is exp(its score - lse).
     return p, scores.amax(-1).to(p.dtype) - p.amax(-1).log()
-
-
-def _shared(
-    heads: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of a batch over keys that all share.
-
-    Args:
-        heads: scaled queries ``[B, K, G, H]``.
-        keys: ``[K, S, H]``.
-        values: ``[K, S, H]``.
-        mask: additive ``[1, B, 1, S]``; None where every key is visible.
-
-    Returns:
-        ``out [B, N, 1, H]`` and ``lse [B, N, 1]``, the latter in at least fp32.
-    """
-    num_b, num_k, num_g, dim = heads.shape
-    q = heads.transpose(0, 1).reshape(num_k, -1, dim)
-    scores = torch.bmm(q, keys.transpose(1, 2))
-    if mask is not None:
-        scores.view(num_k, num_b, num_g, -1).add_(mask)
-    p, lse = _softmax(scores)
-    out = torch.bmm(p.to(values.dtype), values).view(num_k, num_b, num_g, dim)
-    lse = lse.view(num_k, num_b, num_g)
-    return (
-        out.transpose(0, 1).reshape(num_b, -1, 1, dim),
-        lse.transpose(0, 1).reshape(num_b, -1, 1),
-    )

@@ -2,7 +2,8 @@
 
 Nothing is computed twice within a weight version: a shared prefix is computed once for all
 rollouts, and each turn of a rollout adds only the tokens that are new. The parameters are the
-trainer's, so a sync moves nothing: it drops the caches and stamps the new version.
+trainer's, so a sync moves nothing: it drops the caches and the packed copy of the weights that
+decode steps read, and stamps the new version.
 
 Suffixes: ``B`` rollouts.
 """
@@ -21,7 +22,8 @@ from components.policy.cache import BLOCK, RolloutCache, SharedPrefix
 from components.policy.checks import check_device, check_finite, check_requests, check_settings
 from components.policy.decode import DecodePass
 from components.policy.eager import eager_layers
-from components.policy.prefill import PackedRow, PrefillPass, Segment, pack_rows
+from components.policy.forward import Forward, Pack
+from components.policy.prefill import PackedRow, Segment, pack_rows
 from components.policy.sampling import sample, uniforms
 from components.policy.store import CacheStore, shared_part
 from components.policy.turn import EngineStats, Turn
@@ -52,6 +54,8 @@ class LocalEngine:
         deterministic: fill every decode step up to ``max_batch_size`` rows and compute the new
             tokens of each rollout in passes of their own: then the shapes of its products do not
             depend on who shares the batch. Costs time while the batch is not full.
+        pack_weights: decode from a second copy of the weights, laid out for few rows: ``auto`` (on
+            a CPU in fp32 and bf16), True or False. It is made anew when the weights have changed.
         policy_version: stamped until the first sync.
 
     Raises:
@@ -70,6 +74,7 @@ class LocalEngine:
         top_p: float = 1.0,
         top_k: int | None = None,
         deterministic: bool = True,
+        pack_weights: Pack = "auto",
         policy_version: int = 0,
     ) -> None:
         config, weight = model.config, model.tok_embeddings.weight
@@ -92,6 +97,7 @@ class LocalEngine:
         self.policy_version = policy_version
         self.stats = EngineStats()
         self._model = model
+        self._forward = Forward(model, num_rows=max_batch_size, pack_weights=pack_weights)
         self._max_tokens = max_tokens
         self._max_batch_size = max_batch_size
         self._prefill_chunk = prefill_chunk
@@ -109,7 +115,7 @@ class LocalEngine:
         )
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """The weights have changed: drop every cache and stamp the new version.
+        """The weights have changed: drop what was made of them and stamp the new version.
 
         Args:
             policy_version: of the weights that the model has now.
@@ -118,6 +124,7 @@ class LocalEngine:
             No metrics: there is nothing to move.
         """
         self._reset()
+        self._forward.drop()
         self.policy_version = policy_version
         return {}
 
@@ -128,6 +135,10 @@ class LocalEngine:
     def cache_bytes(self) -> int:
         """Memory of all keys and values, shared prefixes included."""
         return self._store.num_bytes()
+
+    def packed_bytes(self) -> int:
+        """Memory of the packed copy of the weights: none before the first turn of a version."""
+        return self._forward.packed_bytes()
 
     @torch.no_grad()  # not inference_mode: its tensors may not meet autograd later (RoPE tables)
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
@@ -152,6 +163,7 @@ class LocalEngine:
         )
         try:
             with eager_layers(self._model):
+                self._forward.refresh()
                 return self._serve(requests)
         except BaseException:
             self._reset()  # what was being filled cannot be trusted
@@ -180,15 +192,11 @@ class LocalEngine:
                 decode = DecodePass(
                     self._store.pool,
                     [turn.cache for turn in live],
-                    device=self._device,
+                    device=self._forward.device,
                     size=self._max_batch_size if self._deterministic else 0,
                 )
         version = self.policy_version
         return [done[index].result(policy_version=version) for index in range(len(requests))]
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
 
     def _admit_all(
         self, waiting: deque[tuple[int, SampleRequest]], live: Sequence[Turn]
@@ -239,7 +247,7 @@ class LocalEngine:
             new = list(ids[start : start + self._prefill_chunk])
             segment = Segment(0, len(new), shared, start, None)
             positions = list(range(start, start + len(new)))
-            self._forward(PackedRow([segment], new, positions, [], []))
+            self._forward.prefill(PackedRow([segment], new, positions, [], []))
         self._store.shared[ids] = shared
         self.stats.shared_tokens += len(ids)
         return shared
@@ -252,31 +260,17 @@ class LocalEngine:
         for some in apart:
             found: dict[int, Tensor] = {}
             for row in pack_rows(some, max_length=self._prefill_chunk):
-                found |= zip(row.owners, self._forward(row), strict=True)
+                found |= zip(row.owners, self._forward.prefill(row), strict=True)
                 self.stats.prefill_tokens += len(row.ids)
             logits += [found[index] for index in range(len(some))]
         return torch.stack(logits)
-
-    def _forward(self, row: PackedRow) -> Tensor:
-        """Logits [M, V] of the row's ends."""
-        tokens, input_pos, index = (
-            torch.tensor(x, dtype=torch.long, device=self._device)
-            for x in (row.ids, row.positions, row.ends)
-        )
-        return self._model(
-            tokens[None], mask=PrefillPass(row.segments), input_pos=input_pos[None], index=index
-        )
 
     def _decode(self, decode: DecodePass, live: Sequence[Turn]) -> Tensor:
         """Feed the last sampled token of each turn; logits [B, V] for the next."""
         decode.begin()
         last = [turn.ids[-1] for turn in live]
         last += [0] * (len(decode.positions) - len(live))  # padding
-        logits = self._model(
-            torch.tensor(last, device=self._device)[:, None],
-            mask=decode,
-            input_pos=decode.positions[:, None],
-        )
+        logits = self._forward.decode(decode, last)
         decode.end()
         for turn in live:
             turn.cache.ids.append(turn.ids[-1])

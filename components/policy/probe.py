@@ -133,7 +133,8 @@ def probe_sequences(model: PolicyModel, *, seed: int) -> tuple[tuple[int, ...], 
     starts = [[draw.randrange(vocab) for _ in range(NUM_START)] for _ in range(NUM_SEQUENCES)]
     starts[0][0] = vocab - 1
     length = min(NUM_START + NUM_SAMPLED, model.config.max_positions)
-    engine = LocalEngine(model, max_tokens=length, max_batch_size=NUM_SEQUENCES)
+    # A few tokens once: not worth a copy of the weights.
+    engine = LocalEngine(model, max_tokens=length, max_batch_size=NUM_SEQUENCES, pack_weights=False)
     requests = [
         SampleRequest(
             rollout_id=f"probe/{number}",

@@ -9,9 +9,7 @@ Suffixes: ``L`` tokens of the rollout, ``V`` vocabulary.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -21,7 +19,9 @@ from components.models.decoder import PolicyModel
 from components.models.gpt_oss.routing import record_routing, routing_mismatch
 from components.policy.cache import RolloutCache, RowPool
 from components.policy.decode import DecodePass
-from components.policy.prefill import PrefillPass, pack_rows
+from components.policy.eager import eager_layers
+from components.policy.forward import Forward
+from components.policy.prefill import pack_rows
 
 
 @torch.no_grad()
@@ -43,28 +43,23 @@ def replay(model: PolicyModel, ids: Sequence[int], *, num_prompt: int) -> Tensor
         raise ValueError(
             f"num_prompt = {num_prompt}: must be from 1 to {len(ids) - 1} for {len(ids)} ids"
         )
-    # As in the engine: compiled layers would be compiled anew for every shape of a cache.
-    compiler = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if compiler else nullcontext():
+    with eager_layers(model):
         return _replay(model, ids, num_prompt)
 
 
 def _replay(model: PolicyModel, ids: Sequence[int], num_prompt: int) -> Tensor:
     config, device = model.config, next(model.parameters()).device
+    forward = Forward(model, num_rows=1, pack_weights="auto")  # as in the engine
+    forward.refresh()
     pool = RowPool(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
     cache = RolloutCache(pool=pool, row=pool.acquire(), shared=None, shared_len=0)
     logits = []
     for row in pack_rows([(cache, list(ids[:num_prompt]))], max_length=num_prompt):
-        tokens, positions, ends = (
-            torch.tensor(x, device=device) for x in (row.ids, row.positions, row.ends)
-        )
-        attend = PrefillPass(row.segments)
-        logits.append(model(tokens[None], mask=attend, input_pos=positions[None], index=ends))
+        logits.append(forward.prefill(row))
     decode = DecodePass(pool, [cache], device=device)
     for token in ids[num_prompt:-1]:
         decode.begin()
-        one = torch.tensor([[token]], device=device)
-        logits.append(model(one, mask=decode, input_pos=decode.positions[:, None]))
+        logits.append(forward.decode(decode, [token]))
         decode.end()
         cache.ids.append(token)
     return torch.cat(logits)

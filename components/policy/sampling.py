@@ -48,13 +48,14 @@ def sample(
         logits = logits / torch.tensor(divisor, dtype=logits.dtype, device=logits.device)[:, None]
     if top_p < 1.0 or top_k is not None:
         logits = truncate(logits, top_p=top_p, top_k=top_k)
-    logprobs = torch.log_softmax(logits, -1)
-    p = torch.softmax(logits, -1)  # faster than exp of the other
+    p = torch.softmax(logits, -1)
+    # The largest probability is exp(its logit - lse): one softmax gives both.
+    lse = logits.amax(-1) - p.amax(-1).log()
     tokens = _invert(p, torch.tensor(draws, dtype=torch.float64, device=logits.device))
     if not all(temperatures):
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    picked = logprobs.gather(1, tokens[:, None]).squeeze(1).clamp_(max=0.0)
+    picked = logits.gather(1, tokens[:, None]).squeeze(1).sub_(lse).clamp_(max=0.0)
     return tokens.tolist(), picked.tolist()
 
 

@@ -4,29 +4,61 @@ import random
 
 import pytest
 
-from components.policy.decode import MAX_BRIDGE, cut_runs
+from components.policy import cache
+from components.policy.cache import RolloutCache, RowPool, SharedPrefix
+from components.policy.decode import DecodePass, needs
+from components.policy.local import LocalEngine
+from tests.unit.policy.tiny import VOCAB, plain_logprobs, request, tiny_model
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_runs_cover_what_is_needed_once(seed):
+@pytest.mark.parametrize("seed", range(20))
+def test_a_block_is_needed_where_the_mask_shows_one_of_its_keys(seed):
     rng = random.Random(seed)
-    size = rng.randrange(1, 12)
-    rows = sorted(rng.sample(range(15), size))
-    needed = [rng.random() < 0.6 for _ in rows]
-    runs = cut_runs(3, rows, needed)
-    covered = [place for _, first, last, _ in runs for place in range(first, last)]
-    assert len(covered) == len(set(covered))
-    assert {p for p in range(size) if needed[p]} <= set(covered)
-    for block, first, last, row in runs:
-        assert block == 3
-        assert rows[first:last] == list(range(row, row + last - first))  # one piece of the pool
-        assert needed[first]
-        assert needed[last - 1]
-        idle = "".join("x" if n else "." for n in needed[first:last])
-        assert "." * (MAX_BRIDGE + 1) not in idle
+    shared = SharedPrefix(tuple(range(rng.randrange(6))), num_layers=1)
+    rollout = RolloutCache(
+        pool=RowPool(num_layers=1, num_kv_heads=1),
+        row=0,
+        shared=shared,
+        shared_len=len(shared),
+        ids=list(range(len(shared) + rng.randrange(20))),
+    )
+    window, prefix, size = rng.choice([None, 0, 3, 9]), rng.randrange(12), rng.randrange(1, 6)
+    query = len(rollout.ids)  # the position of the new token
+    for start in range(0, 26, size):
+        positions = range(rollout.base + start, rollout.base + start + size)
+        seen = any(
+            key <= query and (window is None or query - key <= window or key < prefix)
+            for key in positions
+        )
+        assert needs(rollout, start, size, window=window, prefix=prefix) == seen
 
 
-def test_whole_batches_are_one_run():
-    assert cut_runs(0, range(16), [True] * 16) == [(0, 0, 16, 0)]
-    # row 2 is not in the batch: its queries do not exist, so nothing may bridge it
-    assert cut_runs(0, [0, 1, 3], [True] * 3) == [(0, 0, 2, 0), (0, 2, 3, 3)]
+@pytest.mark.parametrize("kind", ["plain", "all", "narrow"])
+def test_one_long_rollout_among_short_ones_and_gaps_in_the_pool(kind, monkeypatch):
+    """Blocks are gathered one by one where most of the pool is of no use, and only there."""
+    monkeypatch.setattr(cache, "BLOCK", 4)
+    gathered: list[bool] = []
+    plan = DecodePass._plan
+
+    def watched(self, *args):
+        found = plan(self, *args)
+        gathered.append(found.pieces is not None)
+        return found
+
+    monkeypatch.setattr(DecodePass, "_plan", watched)
+    model = tiny_model(kind)
+    engine = LocalEngine(model, max_tokens=200, max_batch_size=8)
+    draw = random.Random(0)
+    contexts = {
+        str(index): [7, 8, 9, *draw.choices(range(VOCAB), k=60 if index == 1 else 1 + index)]
+        for index in range(8)
+    }
+    settings = {"shared_len": 3, "max_new_tokens": 7}
+    for names in ("0234567", "01234567", "14", "025"):
+        asked = [request(name, contexts[name], **settings) for name in names]
+        for one, result in zip(asked, engine.generate(asked), strict=True):
+            expected = plain_logprobs(model, list(one.context), result.ids, temperature=1.0)
+            assert result.logprobs == pytest.approx(expected, abs=1e-5), (names, one.rollout_id)
+            contexts[one.rollout_id] += [*result.ids, 5]
+    # Behind narrow windows rollouts of different lengths have no block in common.
+    assert set(gathered) == ({True} if kind == "narrow" else {True, False})

@@ -1,6 +1,7 @@
 """The planner's extrapolation from two and six layers, against whole models."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -51,6 +52,7 @@ def setting(builder, dtype, *, beta=0.01, tokens=512, **settings):
         max_grad_norm=1.0,
         num_workers=3,
         max_tokens=256,
+        packed=True,
     )
 
 
@@ -97,7 +99,7 @@ def test_the_plan_is_within_a_tenth_of_the_whole_model(monkeypatch, deep, direct
 
 
 def test_what_is_held_by_hand(deep):
-    """bf16: two bytes, masters four, AdamW eight; the cache 2 x 8 layers x rows of 512 tokens."""
+    """bf16: two bytes, masters four, AdamW eight; the cache 2 x 8 layers x rows of 256 tokens."""
     chosen = setting("smollm2.smollm2", torch.bfloat16)
     whole = measure(Update(partial(build, chosen.model, str(deep["llama"])), chosen))
     per_layer = 2 * 32 * 24 + 2 * 16 * 24 + 3 * 24 * 40 + 2 * 24
@@ -109,7 +111,13 @@ def test_what_is_held_by_hand(deep):
     assert whole["masters"] == whole["gradients"] == 4 * numbers
     assert whole["optimizer"] == 8 * numbers + 4 * num_tensors  # and a count of steps each
     rows = 4  # of three workers, as rows are doubled
-    assert whole["kv_cache"] == 2 * 8 * rows * 2 * 512 * 8 * 2
+    assert whole["kv_cache"] == 2 * 8 * rows * 2 * 256 * 8 * 2
+    products = numbers - 24 - 8 * 2 * 24  # all but the norms; the embedding is the head
+    assert whole["engine_copy"] == 2 * products
+    apart = measure(
+        Update(partial(build, chosen.model, str(deep["llama"])), replace(chosen, packed=False))
+    )
+    assert apart["engine_copy"] == 0
 
 
 def test_the_released_sizes():
