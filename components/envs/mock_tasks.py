@@ -191,9 +191,7 @@ class _Draft:
         arguments = {"user_id": self.caller["user_id"], "title": self.titles.pop()}
         sentence = f"create a new task titled '{arguments['title']}'"
         if request == "create_asked":
-            sentence = (
-                f"create a new task; say that its title is '{arguments['title']}' when asked"
-            )
+            sentence = f"create a new task; say that its title is '{arguments['title']}' when asked"
         elif request == "create_described":
             arguments["description"] = self.rng.choice(self.descriptions)
             sentence += f"; say that its description is '{arguments['description']}' when asked"

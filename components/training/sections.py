@@ -57,6 +57,7 @@ UPDATE = {
     "advantages": {
         "normalize_std": Bool(),
         "leave_one_out": Bool(default=False),
+        "baseline": OneOf("group", "none", default="group"),
         "eps": Float(min=0, default=1e-6),
     },
     "mask_overlong": Bool(default=False),
@@ -244,6 +245,24 @@ def update_options(cfg: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"importance.cap = {cap}: ratio = generator holds this weight in its ratio already, "
             "it would count twice; must be null"
+        )
+    return problems + _without_baseline(cfg)
+
+
+def _without_baseline(cfg: Mapping[str, Any]) -> list[str]:
+    """The problems of options of the group's baseline where there is none."""
+    if cfg["advantages"]["baseline"] != "none":
+        return []
+    problems = [
+        f"advantages.{key} = true: advantages.baseline = none has no group to normalise with; "
+        "must be false"
+        for key in ("normalize_std", "leave_one_out")
+        if cfg["advantages"][key]
+    ]
+    if (refills := cfg["dynamic_sampling"]["max_refills"]) > 0:
+        problems.append(
+            f"dynamic_sampling.max_refills = {refills}: it replaces groups of equal rewards, which "
+            "advantages.baseline = none trains on; must be 0"
         )
     return problems
 
