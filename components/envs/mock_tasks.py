@@ -1,12 +1,12 @@
 """Training tasks for tau2's mock domain, which ships nine tasks, all for evaluation.
 
-A task is a function of (kind, seed, index): two or three requests by one caller, made one at a time.
-The scenario is structured as retail's are, its sentences simple enough for a scripted user to read.
-The callers, titles and databases are none of the official tasks'.
+A task is a function of (kind, seed, index): two or three requests by one caller, made one at a
+time. The scenario is structured as retail's are, its sentences simple enough for a scripted user to
+read. The callers, titles and databases are none of the official tasks'.
 
 Kinds: ``generated`` has requests that say all but who makes them. ``dialogue`` adds facts that the
-user says only when asked, requests that the policy forbids, callers whom nobody knows, and wishes to
-talk to a human. ``dialogue_held_out`` is the same for evaluation: it shares no name, title or
+user says only when asked, requests that the policy forbids, callers whom nobody knows, and wishes
+to talk to a human. ``dialogue_held_out`` is the same for evaluation: it shares no name, title or
 description with ``dialogue``, and the domain's train split never has it.
 """
 

@@ -55,7 +55,7 @@ def test_without_a_baseline_the_advantage_is_the_reward():
 
 @pytest.mark.parametrize("options", [{}, {"normalize_std": False, "leave_one_out": True}])
 def test_options_of_the_baseline_need_it(options):
-    with pytest.raises(ValueError, match="baseline 'none'.*both must be False"):
+    with pytest.raises(ValueError, match=r"baseline 'none'.*both must be False"):
         group_advantages([[1, 0]], baseline="none", **options)
     with pytest.raises(ValueError, match="'mean' is neither 'group' nor 'none'"):
         group_advantages([[1, 0]], baseline="mean")
