@@ -215,6 +215,8 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
     launched: dict[str, Any] = {"command": shown(command)}
     if not (is_over(step_seconds(output_dir), limit_s) and _last_model(output_dir).exists()):
         launched = study.launch(command, f"{arm}_{seed}", run=output_dir, limit_s=limit_s)
+    if not _last_model(output_dir).exists():
+        raise ValueError(f"{output_dir} ended without a checkpoint of its last step")
     seconds = step_seconds(output_dir)
     return {**launched, "steps": len(seconds), "training_s": round(sum(seconds), 1)}
 
