@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from components.disk import write_text
+from components.disk import remove_tree, write_text
 from components.rollout.study import BEFORE, none_fits, pick_warm_start, summary
+from components.training.retention import MANIFEST, numbered
 from tools.study_runs import execute, is_over, locked, machine, shown, step_seconds, tune
 
 GRPO, SFT, EVAL = (f"configs/mock_learn{end}.yaml" for end in ("", "_sft", "_eval"))
@@ -86,10 +87,10 @@ class Study:
         return self.results / f"{arm}_{seed}.json"
 
     def launch(self, command: list[str], name: str, **watch: Any) -> dict[str, Any]:
-        """Run a command; what to remember of it."""
+        """Run a command; its wall time, seconds."""
         print(f"{name}: {shown(command)}", flush=True)
         wall_s = execute(command, log=self.runs / f"{name}.log", lock=self.lock, **watch)
-        return {"command": shown(command), "wall_s": round(wall_s, 1)}
+        return {"wall_s": round(wall_s, 1)}
 
     def recipe(self, recipe: str, config: str, output_dir: Path, **settings: Any) -> list[str]:
         """A ``tune run`` that begins, or goes on where its output_dir holds a run."""
@@ -147,12 +148,16 @@ def _train_warm(study: Study) -> dict[str, Any]:
         demonstrations__path=demonstrations,
     )
     launched = study.launch(command, "warm")
-    return {**launched, "step_s": [round(s, 2) for s in step_seconds(study.warm)]}
+    return {
+        **_typed(command),
+        **launched,
+        "step_s": [round(s, 2) for s in step_seconds(study.warm)],
+    }
 
 
 def _choose(study: Study) -> dict[str, Any]:
     """Measure the checkpoints in order until the rule has picked one."""
-    steps = sorted(int(path.name.removeprefix("step_")) for path in study.warm.glob("step_*"))
+    steps = sorted(step for step, _ in numbered(study.warm))
     measured: list[tuple[int, float]] = []
     for step in steps:
         found = evaluate(
@@ -161,6 +166,7 @@ def _choose(study: Study) -> dict[str, Any]:
             study.runs / f"validation/step_{step}",
             tasks=VALIDATION,
             seed=0,
+            trials=(study.trials + 1) // 2,  # many checkpoints, and a wide range to hit
         )
         measured.append((step, found["official_mean"]))
         print(f"warm start, step {step}: {measured[-1][1]:.3f} on validation tasks", flush=True)
@@ -173,21 +179,21 @@ def _choose(study: Study) -> dict[str, Any]:
 
 
 def evaluate(
-    study: Study, model: Path, output_dir: Path, *, tasks: str, seed: int
+    study: Study, model: Path, output_dir: Path, *, tasks: str, seed: int, trials: int
 ) -> dict[str, Any]:
     """Evaluate a checkpoint with recipes/eval_agentic.py, or take what is there."""
     path, launched = output_dir / "eval.json", {}
+    command = study.recipe(
+        "eval_agentic",
+        EVAL,
+        output_dir,
+        model_dir=model,
+        seed=seed,
+        num_trials=trials,
+        env__tasks=tasks,
+        dataset__tasks=tasks,
+    )
     if not path.exists():
-        command = study.recipe(
-            "eval_agentic",
-            EVAL,
-            output_dir,
-            model_dir=model,
-            seed=seed,
-            num_trials=study.trials,
-            env__tasks=tasks,
-            dataset__tasks=tasks,
-        )
         launched = study.launch(command, str(output_dir.relative_to(study.runs)))
     found = json.loads(path.read_text(encoding="utf-8"))
     metrics = found["metrics"]
@@ -197,6 +203,7 @@ def evaluate(
         "do_nothing_mean": metrics["eval/do_nothing_mean"],
         "error_frac": metrics["eval/error_frac"],
         "tasks": {row["task_id"]: row["official"] for row in found["tasks"]},
+        **_typed(command),
         **launched,
     }
 
@@ -212,13 +219,23 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
         settings = {**settings, "num_steps": steps, "demonstrations__path": demonstrations}
     model = study.warm / f"step_{warm['step']}"
     command = study.recipe(recipe, config, output_dir, model_dir=model, seed=seed, **settings)
-    launched: dict[str, Any] = {"command": shown(command)}
+    launched: dict[str, Any] = {}
     if not (is_over(step_seconds(output_dir), limit_s) and _last_model(output_dir).exists()):
         launched = study.launch(command, f"{arm}_{seed}", run=output_dir, limit_s=limit_s)
     if not _last_model(output_dir).exists():
         raise ValueError(f"{output_dir} ended without a checkpoint of its last step")
     seconds = step_seconds(output_dir)
-    return {**launched, "steps": len(seconds), "training_s": round(sum(seconds), 1)}
+    return {
+        **_typed(command),
+        **launched,
+        "steps": len(seconds),
+        "training_s": round(sum(seconds), 1),
+    }
+
+
+def _typed(command: list[str]) -> dict[str, str]:
+    """The command that gives the result when nothing is there yet."""
+    return {"command": shown([word for word in command if word != "resume=true"])}
 
 
 def _last_model(run: Path) -> Path:
@@ -236,11 +253,12 @@ def one(study: Study, arm: str, seed: int) -> None:
         result["train"] = train(study, arm, seed, warm)
         model = _last_model(run)
         result["curve"] = _curve(run)
+    evals = study.runs / f"eval_{arm}_{seed}"
     result["evals"] = {
-        name: evaluate(study, model, study.runs / f"eval_{arm}_{seed}/{name}", tasks=t, seed=seed)
-        for name, t in SETS.items()
+        name: evaluate(study, model, evals / name, tasks=tasks, seed=seed, trials=study.trials)
+        for name, tasks in SETS.items()
     }
-    versions = study.runs / f"eval_{arm}_{seed}/held_out/versions.json"
+    versions = evals / "held_out/versions.json"
     result["versions"] = json.loads(versions.read_text(encoding="utf-8"))
     result["same"] = {
         "warm_start": warm["sha256"],
@@ -252,6 +270,10 @@ def one(study: Study, arm: str, seed: int) -> None:
     result["machine"] = machine()
     study.results.mkdir(parents=True, exist_ok=True)
     write_text(study.result_file(arm, seed), json.dumps(result, indent=2) + "\n")
+    if arm != BEFORE:
+        # Nothing resumes it: its weights stay, six times their size of optimizer state does not.
+        (model / MANIFEST).unlink(missing_ok=True)
+        remove_tree(model / "resume")
 
 
 def _curve(run: Path) -> list[dict[str, float]]:
@@ -312,7 +334,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         if args.list:
-            for name, (arm, seed) in jobs.items():
+            for name, (arm, seed) in {"warm_start": ("warm", "start"), **jobs}.items():
                 done = (args.results / f"{arm}_{seed}.json").exists()
                 print(f"{name:12} {'done' if done else 'missing'}")
             return 0

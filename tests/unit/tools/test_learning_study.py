@@ -158,6 +158,7 @@ def test_a_killed_study_goes_on_and_repeats_nothing(place):
             ]
             assert "not/kept" not in found["curve"][0]
             assert f"seed={seed}" in found["evals"]["held_out"]["command"]
+            assert "resume" not in found["train"]["command"]
     assert read(place, "mock_learn/sft_0.json")["train"]["steps"] == 20  # as many as fit
     summary = read(place, "mock_learn.json")
     # The warm start is step 6 of the stand-in: 6 / 20.
@@ -172,7 +173,8 @@ def test_a_killed_study_goes_on_and_repeats_nothing(place):
     }
     assert run(place)[0].count("tune") == 0  # nothing is left to do
     listed, _ = run(place, "--list")
-    assert listed.count("done") == 8
+    assert listed.count("done") == 9
+    assert "missing" not in listed
 
 
 def test_ctrl_c_stops_cleanly_and_only_names_one(place):
