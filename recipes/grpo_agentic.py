@@ -37,7 +37,7 @@ from components.rollout.specs import group_specs
 from components.rollout.stats import rollout_metrics, sampled_tokens, staleness_metrics
 from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
-from components.training import checkpoint, parallelize, run_dir, sections, update
+from components.training import checkpoint, parallelize, run_dir, sections, update, update_checks
 from components.training.ahead import Apart, Batches, batch_settings_from
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.guards import GuardStop, guards_from
@@ -92,7 +92,7 @@ def check(cfg: DictConfig) -> list[str]:
     problems = sections.train_split(cfg) + sections.best_metric(cfg)
     problems += sections.whole_distribution(cfg)
     problems += sections.same_tasks(cfg, "dataset") + sections.same_tasks(cfg, "eval.dataset")
-    problems += sections.update_options(cfg)
+    problems += update_checks.update_options(cfg)
     problems += sections.at_most(cfg, "rollout.max_tokens", "tokens_per_batch")
     problems += sections.at_most(cfg, "rollout.max_turn_tokens", "rollout.max_tokens")
     if cfg.warm_start.num_steps:
@@ -195,7 +195,7 @@ class GRPOAgentic:
             dtype=self.dtype,
             compile=cfg.compile,
             sharding=parallelize.Sharding(**as_dict(cfg.sharding)),
-            engine_apart=sections.engine_apart(cfg),
+            engine_apart=update_checks.engine_apart(cfg),
         )
         sections.check_context(cfg, self.model.config.max_positions)
         self.masters = MasterWeights(self.model)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from components.envs.base import Message, ToolCall, ToolSpec
 
 _HAND_OVER = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT. PLEASE HOLD ON."
+_ANYTHING_ELSE = "Is there anything else I can do for you?"
 
 
 class MockOracle:
@@ -47,35 +48,55 @@ class MockOracle:
         return Message(role="assistant", tool_calls=(call,))
 
     def _decide(self, request: str, messages: Sequence[Message]) -> tuple[str, dict[str, str]]:
-        title = re.search(r"task (?:titled|called|named) '([^']+)'", request)
+        title = re.search(r"(?:task (?:titled|called|named)|title is) '([^']+)'", request)
         if title:
-            user_id = _user_id(request, messages)
-            if not user_id:
-                name = _own_name(messages)
-                if not name:
-                    return _text("Certainly. Could you tell me your user id, please?")
-                return "get_users", {}
-            arguments = {"user_id": user_id, "title": title[1]}
-            description = re.search(r"description is '([^']+)'", request)
-            if description:
-                arguments["description"] = description[1]
-            return "create_task", arguments
+            return self._create(title[1], request, messages)
         status = re.findall(r"\b(pending|completed)\b", request)
+        named = re.search(r"\btask_\d+\b", request)
         if status:
-            named = re.search(r"\btask_\d+\b", request)
             task_id = named[0] if named else _last_created(messages)
             if not task_id:
                 return _text("Which task do you mean? Please tell me its id.")
             return "update_task_status", {"task_id": task_id, "status": status[-1]}
-        if re.search(r"\bdelete\b", request):
+        if re.search(r"\b(?:delete|human)\b", request):
             return "transfer_to_human_agents", {"summary": f"The user asks: {request.strip()}"}
+        if named:
+            return _refuse("the status of a task can only be pending or completed.")
+        if "one of my tasks" in request:
+            return _text("Which task do you mean, and what should its status be?")
+        if re.search(r"\b(?:create a|new) task\b", request):
+            return _text("Certainly. What is the title of the task?")
         if "compliment" in request:
             return _text("You are wonderfully well organised.")
         return _text("How can I help you with your tasks?")
 
+    def _create(
+        self, title: str, request: str, messages: Sequence[Message]
+    ) -> tuple[str, dict[str, str]]:
+        description = re.search(r"description is '([^']+)'", request)
+        if not description and re.search(r"\ba description\b", request):
+            return _text("Certainly. What is the description of the task?")
+        user_id = _user_id(request, messages)
+        if not user_id:
+            name = _own_name(messages)
+            if not name:
+                return _text("Certainly. Could you tell me your user id, please?")
+            if any(c.name == "get_users" for message in messages for c in message.tool_calls):
+                return _refuse(f"only existing users can create tasks, and {name} is not one.")
+            return "get_users", {}
+        arguments = {"user_id": user_id, "title": title}
+        if description:
+            arguments["description"] = description[1]
+        return "create_task", arguments
+
 
 def _text(text: str) -> tuple[str, dict[str, str]]:
     return "say", {"text": text}
+
+
+def _refuse(why: str) -> tuple[str, dict[str, str]]:
+    """What the policy forbids; the words end the request, for ``_open_request`` too."""
+    return _text(f"I am sorry, I cannot do that: {why} {_ANYTHING_ELSE}")
 
 
 def _say(text: str) -> Message:
@@ -98,7 +119,7 @@ def _report(name: str, answer: Message) -> str:
         done = f"I have created the task '{task['title']}' as {task['task_id']}."
     else:
         done = f"The status of {task['task_id']} is now {task['status']}."
-    return f"{done} Is there anything else I can do for you?"
+    return f"{done} {_ANYTHING_ELSE}"
 
 
 def _open_request(messages: Sequence[Message]) -> str:

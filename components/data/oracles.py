@@ -32,14 +32,16 @@ def mock_oracle(spec: RolloutSpec) -> Oracle:
     """The demonstrator of a mock task; it uses no gold actions, only what the user says.
 
     Raises:
-        ValueError: for an official mock task: those are for evaluation.
+        ValueError: for an official mock task, or one of a held-out kind: those are for evaluation.
     """
     from components.data.oracle_mock import MockOracle
-    from components.envs.mock_tasks import is_generated_id
+    from components.envs.mock_tasks import kind_of
 
-    if spec.domain != "mock" or not is_generated_id(spec.task_id):
+    kind = kind_of(spec.task_id)
+    if spec.domain != "mock" or kind is None or kind.held_out:
         raise ValueError(
-            f"task {spec.domain}/{spec.task_id}: demonstrations are made of generated tasks only"
+            f"task {spec.domain}/{spec.task_id}: demonstrations are made of generated tasks only, "
+            "and not of a held-out kind"
         )
     return MockOracle()
 

@@ -1,19 +1,26 @@
 """Training tasks for tau2's mock domain, which ships nine tasks, all for evaluation.
 
-A task is a function of (seed, index): two or three requests by one caller, made one at a time. The
-scenario is structured as retail's are, its sentences simple enough for a scripted user to read. The
-callers, titles and databases are none of the official tasks'.
+A task is a function of (kind, seed, index): two or three requests by one caller, made one at a
+time. The scenario is structured as retail's are, its sentences simple enough for a scripted user to
+read. The callers, titles and databases are none of the official tasks'.
+
+Kinds: ``generated`` has requests that say all but who makes them. ``dialogue`` adds facts that the
+user says only when asked, requests that the policy forbids, callers whom nobody knows, and wishes
+to talk to a human. ``dialogue_held_out`` is the same for evaluation: it shares no name, title or
+description with ``dialogue``, and the domain's train split never has it.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from components.envs.users_mock import make_mock_user
 
-__all__ = ["generated_ids", "generated_task", "is_generated_id", "make_mock_user"]
+__all__ = ["KINDS", "generated_ids", "generated_task", "kind_of", "make_mock_user"]
 
 
 def _words(text: str) -> list[str]:
@@ -41,9 +48,8 @@ _DESCRIPTIONS = _words(
     "Before Friday|Before the end of the month|Takes one hour|Ask Maria first|Use the blue folder|"
     "Twice a week|Only the first floor|Needs two people|Bring the checklist|In the morning"
 )
-_ID = re.compile(r"generated-(\d+)-(\d+)")
-
-# The requests of a task, in order. "new" is the task created last.
+# The requests of a task, in order. "new" is the task created last; an "_asked" request leaves out a
+# fact until the agent asks for it.
 _PLANS = (
     ("create", "update_new"),
     ("create", "update_new"),
@@ -55,16 +61,53 @@ _PLANS = (
     ("create", "delete"),
     ("update_old", "create", "delete"),
 )
+# Whoever hands over at once gets nothing: a transfer is never the first thing to do. A request that
+# is to be refused is never the last: refusing shows in what is done afterwards.
+_DIALOGUES = (
+    ("create_asked", "update_new"),
+    ("create", "update_new"),
+    ("create_described", "update_asked"),
+    ("create_asked", "create"),
+    ("create", "update_new", "update_old"),
+    ("update_asked", "update_old"),
+    ("update_forbidden", "create"),
+    ("create_asked", "update_forbidden", "update_new"),
+    ("create_unknown", "update_old"),
+    ("create", "delete"),
+    ("update_old", "human"),
+    ("update_asked", "delete"),
+)
+_FORBIDDEN = ("archived", "blocked", "cancelled", "urgent")
 
 
-def generated_ids(seed: int, count: int) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A sort of generated tasks."""
+
+    plans: tuple[tuple[str, ...], ...]
+    words: slice
+    """Which names, verbs, things and descriptions it draws from."""
+    held_out: bool
+    """For evaluation: its tasks are of the test split."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "generated": Kind(plans=_PLANS, words=slice(None), held_out=False),
+    "dialogue": Kind(plans=_DIALOGUES, words=slice(0, None, 2), held_out=False),
+    "dialogue_held_out": Kind(plans=_DIALOGUES, words=slice(1, None, 2), held_out=True),
+}
+_ID = re.compile(rf"({'|'.join(KINDS)})-(\d+)-(\d+)")
+
+
+def generated_ids(seed: int, count: int, *, kind: str = "generated") -> tuple[str, ...]:
     """Ids of the first ``count`` tasks of a seed."""
-    return tuple(f"generated-{seed}-{index}" for index in range(count))
+    return tuple(f"{kind}-{seed}-{index}" for index in range(count))
 
 
-def is_generated_id(task_id: str) -> bool:
-    """Whether an id names a generated task."""
-    return _ID.fullmatch(task_id) is not None
+def kind_of(task_id: str) -> Kind | None:
+    """The kind of a generated task; None for another id."""
+    match = _ID.fullmatch(task_id)
+    return KINDS[match[1]] if match else None
 
 
 def generated_task(task_id: str) -> Any:
@@ -75,22 +118,30 @@ def generated_task(task_id: str) -> Any:
     """
     match = _ID.fullmatch(task_id)
     if match is None:
-        raise ValueError(f"task_id: {task_id!r} is not of the form generated-<seed>-<index>")
+        raise ValueError(
+            f"task_id: {task_id!r} is not of the form <kind>-<seed>-<index>, e.g. generated-7-0 "
+            f"(kinds: {', '.join(KINDS)})"
+        )
     from tau2.data_model.tasks import Task
 
-    return Task.model_validate(_Draft(random.Random(f"mock/{match[1]}/{match[2]}")).task(task_id))
+    name = "mock" if match[1] == "generated" else match[1]
+    draft = _Draft(random.Random(f"{name}/{match[2]}/{match[3]}"), KINDS[match[1]])
+    return Task.model_validate(draft.task(task_id))
 
 
 class _Draft:
     """One task in the making: the caller, the start database, requests and gold actions."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.titles = rng.sample([f"{v} {t}" for v in _VERBS for t in _THINGS], 8)
+    def __init__(self, rng: random.Random, kind: Kind) -> None:
+        self.rng, self.kind = rng, kind
+        verbs, things = _VERBS[kind.words], _THINGS[kind.words]
+        self.descriptions = _DESCRIPTIONS[kind.words]
+        self.titles = rng.sample([f"{v} {t}" for v in verbs for t in things], 8)
         # The official database has task_1 of user_1; ids go on from there.
         self.users: dict[str, dict[str, Any]] = {}
         self.tasks: dict[str, dict[str, Any]] = {}
-        for first, last in zip(rng.sample(_FIRST, 2), rng.sample(_LAST, 2), strict=True):
+        firsts, lasts = _FIRST[kind.words], _LAST[kind.words]
+        for first, last in zip(rng.sample(firsts, 2), rng.sample(lasts, 2), strict=True):
             user_id = f"user_{len(self.users) + 2}"
             self.users[user_id] = {"user_id": user_id, "name": f"{first} {last}", "tasks": []}
             for _ in range(rng.randint(2, 3)):
@@ -111,34 +162,55 @@ class _Draft:
         self.tasks[task_id] = {"task_id": task_id, "title": title, "status": status}
         self.users[user_id]["tasks"].append(task_id)
 
-    def _request(self, kind: str) -> None:
-        if kind == "create":
-            arguments = {"user_id": self.caller["user_id"], "title": self.titles.pop()}
-            sentence = f"create a new task titled '{arguments['title']}'"
-            if self.rng.random() < 0.5:
-                arguments["description"] = self.rng.choice(_DESCRIPTIONS)
-                sentence += f" with the description '{arguments['description']}'"
-            if not self.knows_id and not self.looked_up:
-                self._act("get_users", {})  # the only way from a name to an id
-                self.looked_up = True
-            self.num_tasks += 1
-            self._act("create_task", arguments)
-        elif kind == "update_new":
+    def _request(self, request: str) -> None:
+        if request.startswith("create"):
+            sentence = self._create(request)
+        elif request == "update_new":
             sentence = "mark the new task as completed"
-            self._act(
-                "update_task_status",
-                {"task_id": f"task_{self.num_tasks}", "status": "completed"},
-            )
-        elif kind == "update_old":
+            self._update(f"task_{self.num_tasks}", "completed")
+        elif request == "update_forbidden":
+            sentence = f"mark {self.old.pop()} as {self.rng.choice(_FORBIDDEN)}"
+        elif request.startswith("update"):
             task_id = self.old.pop()
             status = "pending" if self.tasks[task_id]["status"] == "completed" else "completed"
             sentence = f"mark {task_id} as {status}"
-            self._act("update_task_status", {"task_id": task_id, "status": status})
+            if request == "update_asked":
+                sentence = (
+                    f"change the status of a task; say that {task_id} is to be {status} when asked"
+                )
+            self._update(task_id, status)
+        elif request == "human":
+            sentence = "talk to a human agent"
+            self._transfer(f"{self.caller['name']} wants to {sentence}.")
         else:
             sentence = f"delete {self.old.pop()}"
-            summary = f"{self.caller['name']} wants to {sentence}, which no tool can do."
-            self._act("transfer_to_human_agents", {"summary": summary}, compare_args=[])
+            self._transfer(f"{self.caller['name']} wants to {sentence}, which no tool can do.")
         self.sentences.append(f"{'Then you' if self.sentences else 'You'} want to {sentence}.")
+
+    def _create(self, request: str) -> str:
+        arguments = {"user_id": self.caller["user_id"], "title": self.titles.pop()}
+        sentence = f"create a new task titled '{arguments['title']}'"
+        if request == "create_asked":
+            sentence = f"create a new task; say that its title is '{arguments['title']}' when asked"
+        elif request == "create_described":
+            arguments["description"] = self.rng.choice(self.descriptions)
+            sentence += f"; say that its description is '{arguments['description']}' when asked"
+        elif self.rng.random() < 0.5:
+            arguments["description"] = self.rng.choice(self.descriptions)
+            sentence += f" with the description '{arguments['description']}'"
+        if not self.knows_id and not self.looked_up:
+            self._act("get_users", {})  # the only way from a name to an id
+            self.looked_up = True
+        if request != "create_unknown":  # there, looking up is all that the policy allows
+            self.num_tasks += 1
+            self._act("create_task", arguments)
+        return sentence
+
+    def _update(self, task_id: str, status: str) -> None:
+        self._act("update_task_status", {"task_id": task_id, "status": status})
+
+    def _transfer(self, summary: str) -> None:
+        self._act("transfer_to_human_agents", {"summary": summary}, compare_args=[])
 
     def _act(self, name: str, arguments: dict[str, Any], **fields: Any) -> None:
         action_id = f"{name}_{len(self.actions)}"
@@ -146,9 +218,22 @@ class _Draft:
             {"action_id": action_id, "name": name, "arguments": arguments, **fields}
         )
 
+    def _forget_caller(self) -> None:
+        """Make the caller somebody whom the database does not have."""
+        taken = {name for user in self.users.values() for name in user["name"].split()}
+        first, last = (
+            self.rng.choice([name for name in names[self.kind.words] if name not in taken])
+            for names in (_FIRST, _LAST)
+        )
+        self.caller = {"user_id": "", "name": f"{first} {last}"}
+        self.knows_id = False
+
     def task(self, task_id: str) -> dict[str, Any]:
-        for kind in self.rng.choice(_PLANS):
-            self._request(kind)
+        plan = self.rng.choice(self.kind.plans)
+        if "create_unknown" in plan:
+            self._forget_caller()
+        for request in plan:
+            self._request(request)
         known = f"Your name is {self.caller['name']}."
         if self.knows_id:
             known += f" Your user id is {self.caller['user_id']}."

@@ -74,7 +74,8 @@ class Tau2Env(gymnasium.Env):
             max_steps: deliveries after which an episode is truncated, as the benchmark counts.
             max_errors: tool errors, over the episode, after which it is truncated.
             checker: scores the ended episode; the official evaluator by default.
-            tasks: ``"official"``, or ``"generated:<seed>:<count>"`` (domain mock).
+            tasks: ``"official"``, or ``"<kind>:<seed>:<count>"`` (domain mock), e.g.
+                ``"generated:7:64"``.
             solo: no user: the agent reads a ticket, has the user's tools too and calls ``done``
                 (telecom, mock). A turn of text ends the episode, as in the benchmark.
             tool_timeout_s: most seconds for the tool calls of one turn. It is enforced only in the

@@ -178,29 +178,32 @@ def _suggest(word: str, allowed: Sequence[str]) -> str:
     return f"{hint} (allowed: {shown})"
 
 
-def parse_tasks_setting(domain: str, tasks: str) -> tuple[int, int] | None:
+def parse_tasks_setting(domain: str, tasks: str) -> tuple[str, int, int] | None:
     """Read the ``tasks`` setting.
 
     Returns:
-        None for ``"official"``, (seed, count) for ``"generated:<seed>:<count>"``.
+        None for ``"official"``, (kind, seed, count) for ``"<kind>:<seed>:<count>"``.
 
     Raises:
         ValueError: for anything else, or for generated tasks of a domain but mock.
     """
     if tasks == "official":
         return None
+    from components.envs.mock_tasks import KINDS
+
     kind, *numbers = str(tasks).split(":")
-    if kind != "generated" or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
+    if kind not in KINDS or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
+        hint = "" if kind in KINDS else _suggest(kind, ("official", *KINDS))
         raise ValueError(
-            f"tasks: {tasks!r} is neither 'official' nor 'generated:<seed>:<count>' "
-            "with two whole numbers"
+            f"tasks: {tasks!r} is neither 'official' nor '<kind>:<seed>:<count>' with a kind of "
+            f"generated tasks ({', '.join(KINDS)}) and two whole numbers{hint}"
         )
     if domain != "mock":
         raise ValueError(f"tasks: {tasks!r} needs domain 'mock', got domain {domain!r}")
     seed, count = int(numbers[0]), int(numbers[1])
     if count < 1:
         raise ValueError(f"tasks: {tasks!r} asks for no task; the count must be at least 1")
-    return seed, count
+    return kind, seed, count
 
 
 def task_ids(domain: str, split: str, tasks: str = "official") -> tuple[str, ...]:
@@ -209,8 +212,10 @@ def task_ids(domain: str, split: str, tasks: str = "official") -> tuple[str, ...
     Args:
         domain: ``"retail"``, ``"airline"``, ``"telecom"``, ``"mock"``...
         split: ``"train"``, ``"test"`` or ``"all"``.
-        tasks: ``"official"``, or ``"generated:<seed>:<count>"`` (mock): the training tasks are then
-            generated ones, and the test tasks still the benchmark's.
+        tasks: ``"official"``, or ``"<kind>:<seed>:<count>"`` (mock; kinds in
+            :data:`components.envs.mock_tasks.KINDS`): the training tasks are then generated ones,
+            and the test tasks still the benchmark's. Of a held-out kind it is the test tasks that
+            are generated, and there is nothing to train on.
 
     Raises:
         ValueError: for an unknown domain or split, or one without tasks.
@@ -220,13 +225,19 @@ def task_ids(domain: str, split: str, tasks: str = "official") -> tuple[str, ...
     if split not in SPLITS:
         raise ValueError(f"split: {split!r} is unknown{_suggest(split, SPLITS)}")
     ids = data.splits[split]
-    if generated is not None and split != "test":
-        from components.envs.mock_tasks import generated_ids
+    if generated is not None:
+        from components.envs.mock_tasks import KINDS, generated_ids
 
-        ids = (*generated_ids(*generated), *ids)
+        kind, seed, count = generated
+        made = generated_ids(seed, count, kind=kind)
+        if KINDS[kind].held_out:
+            ids = {"train": (), "test": made, "all": (*made, *ids)}[split]
+        elif split != "test":
+            ids = (*made, *ids)
     if not ids:
+        found = "no official" if generated is None else f"with tasks {tasks!r} no"
         raise ValueError(
-            f"split: {domain} has no official {split!r} tasks; "
+            f"split: {domain} has {found} {split!r} tasks; "
             "set tasks to 'generated:<seed>:<count>', e.g. 'generated:0:64'"
         )
     return ids
@@ -243,9 +254,9 @@ def find_task(domain: str, task_id: str) -> Any:
     if task_id in data.tasks:
         return data.tasks[task_id]
     if domain == "mock":
-        from components.envs.mock_tasks import generated_task, is_generated_id
+        from components.envs.mock_tasks import generated_task, kind_of
 
-        if is_generated_id(task_id):
+        if kind_of(task_id):
             return generated_task(task_id)
     raise ValueError(
         f"task_id: {task_id!r} is not a task of {domain}{_suggest(task_id, list(data.tasks))}"
@@ -256,7 +267,10 @@ def split_of(domain: str, task_id: str) -> str:
     """``"train"``, ``"test"`` or, for neither, ``"all"``."""
     splits = domain_data(domain).splits
     if task_id not in domain_data(domain).tasks:
-        return "train"
+        from components.envs.mock_tasks import kind_of
+
+        kind = kind_of(task_id)
+        return "test" if kind and kind.held_out else "train"
     return next((split for split in ("train", "test") if task_id in splits[split]), "all")
 
 

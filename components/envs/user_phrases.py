@@ -66,6 +66,14 @@ _MOCK_TRAIN: Mapping[str, tuple[str, ...]] = {
     ),
     "delete": ("Please delete {0}.", "I want to delete {0}."),
     "compliment": ("Could you pay me a compliment?",),
+    "create_untitled": ("Please create a task for me.", "I need a new task."),
+    "title": ("The title is '{0}'.",),
+    "has_description": ("It needs a description.",),
+    "update_unnamed": (
+        "I want to change the status of one of my tasks.",
+        "The status of one of my tasks has changed.",
+    ),
+    "human": ("I want to talk to a human.", "Please let me talk to a human agent."),
 }
 _MOCK_HELD_OUT: Mapping[str, tuple[str, ...]] = {
     "hello": ("Good morning. ", "Hey there, "),
@@ -87,6 +95,11 @@ _MOCK_HELD_OUT: Mapping[str, tuple[str, ...]] = {
     "update": ("From now on {0} should be {1}.", "Kindly set {0} to {1}."),
     "delete": ("Would you delete {0}?", "It is time to delete {0}."),
     "compliment": ("A compliment would make my day.",),
+    "create_untitled": ("Let us put down a new task.", "There is a new task to add."),
+    "title": ("Sure, the title is '{0}'.", "Its title is '{0}'."),
+    "has_description": ("There is a description to go with it.",),
+    "update_unnamed": ("The status of one of my tasks is out of date.",),
+    "human": ("A human should look after this.", "Could a human take over?"),
 }
 MOCK_PHRASES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"train": _MOCK_TRAIN, "held_out": _MOCK_HELD_OUT}

@@ -19,27 +19,37 @@ MAX_STALE = 3
 class Request:
     """One thing the user wants."""
 
-    kind: Literal["create", "update", "delete", "compliment"]
+    kind: Literal["create", "update", "delete", "compliment", "human"]
     title: str = ""
     description: str = ""
     task_id: str = ""
     """Empty: the task that was just created (update), or all tasks (delete)."""
     status: str = ""
+    withheld: Literal["", "title", "description", "task"] = ""
+    """What the user says only when asked; ``task``: which one, and its new status."""
     user_id: str = ""
     """Set where the scenario has the request itself name the user."""
 
 
 _REQUESTS = re.compile(
     r"task (?:titled|called) '(?P<title>[^']+)'(?: with the description '(?P<description>[^']+)')?"
+    r"(?:; say that its description is '(?P<asked_description>[^']+)' when asked)?"
     r"(?: for (?P<user>user_\d+))?"
+    r"|new task; say that its title is '(?P<asked_title>[^']+)' when asked"
+    r"|say that (?P<asked_id>task_\d+) is to be (?P<asked_status>\w+) when asked"
     r"|(?P<be_id>task_\d+) be marked as (?P<be_status>pending|completed)"
-    r"|mark (?P<mark_id>task_\d+|the new task|the task) as (?P<mark_status>pending|completed)"
+    r"|mark (?P<mark_id>task_\d+|the new task|the task) as (?P<mark_status>\w+)"
     r"|delete (?P<delete>task_\d+|all)"
     r"|request a (?P<compliment>compliment)"
+    r"|talk to a (?P<human>human) agent"
 )
 
 _IDENTITY = re.compile(r"\b(?:user ?id|your id|your name|full name|who are|which user)\b", re.I)
 _USER_ID = re.compile(r"user ?id|your id|which user", re.I)
+_WITHHELD = {
+    "title": re.compile(r"\b(?:title|titled|called|call it|name it|name (?:of|for))\b", re.I),
+    "task": re.compile(r"\b(?:which|what|task ?id|its id|the id|status)\b", re.I),
+}
 _CONFIRM = re.compile(
     r"\b(?:confirm|proceed|go ahead|(?:shall|should|may|can) i|(?:want|like) me to|right|correct|"
     r"sure|okay|ok)\b",
@@ -69,13 +79,23 @@ def _requests(task: Any) -> tuple[Request, ...]:
     found: list[Request] = []
     for match in _REQUESTS.finditer(text):
         part = match.groupdict()
-        if part["title"]:
+        if part["title"] or part["asked_title"]:
             request = Request(
                 kind="create",
-                title=part["title"],
-                description=part["description"] or "",
+                title=part["title"] or part["asked_title"],
+                description=part["description"] or part["asked_description"] or "",
                 user_id=part["user"] or "",
+                withheld=_withheld(part),
             )
+        elif part["asked_id"]:
+            request = Request(
+                kind="update",
+                task_id=part["asked_id"],
+                status=part["asked_status"],
+                withheld="task",
+            )
+        elif part["human"]:
+            request = Request(kind="human")
         elif part["be_id"] or part["mark_id"]:
             task_id = part["be_id"] or part["mark_id"]
             if task_id == "the task":  # the one that the text or the conversation so far is about
@@ -93,6 +113,13 @@ def _requests(task: Any) -> tuple[Request, ...]:
     if not found:
         raise ValueError(f"task {task.id!r}: found no request in its scenario: {text!r}")
     return tuple(found)
+
+
+def _withheld(part: dict[str, str]) -> Literal["", "title", "description"]:
+    """What a request to create a task leaves out."""
+    if part["asked_title"]:
+        return "title"
+    return "description" if part["asked_description"] else ""
 
 
 class MockUser:
@@ -139,6 +166,8 @@ class MockUser:
         if re.search(r"\bdescription\b", asked, re.I) and request.kind == "create":
             key = "description" if request.description else "no_description"
             return self._say("description", self._pick(key, request.description))
+        if (asks := _WITHHELD.get(request.withheld)) and asks.search(asked):
+            return self._say(request.withheld, self._tell(request))
         if _CONFIRM.search(asked) and "else" not in asked:
             return self._say("yes", self._pick("yes"))
         return self._say("request", self._ask(request))
@@ -172,11 +201,21 @@ class MockUser:
             parts.append(self._pick("name", self._name))
         return " ".join(parts) or self._pick("user_id", self._user_id)
 
+    def _tell(self, request: Request) -> str:
+        """The title or the task that was asked for."""
+        if request.withheld == "title":
+            return self._pick("title", request.title)
+        return self._pick("update", request.task_id, request.status)
+
     def _ask(self, request: Request) -> str:
+        if request.withheld in ("title", "task"):
+            return self._pick("create_untitled" if request.kind == "create" else "update_unnamed")
         if request.kind == "create":
             asked = self._pick("create", request.title)
             text = asked + (f" for {request.user_id}." if request.user_id else ".")
-            if request.description:
+            if request.withheld == "description":
+                text += " " + self._pick("has_description")
+            elif request.description:
                 text += " " + self._pick("description", request.description)
             return text
         if request.kind == "update":
@@ -184,7 +223,7 @@ class MockUser:
             return self._pick("update", which, request.status)
         if request.kind == "delete":
             return self._pick("delete", request.task_id or "all my current tasks")
-        return self._pick("compliment")
+        return self._pick(request.kind)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -1,9 +1,10 @@
 """Group-normalised advantages: one number per rollout, computed within the rollouts of one task.
 
 There is no value model: the other rollouts of the same task are the baseline (DeepSeekMath,
-https://arxiv.org/abs/2402.03300). Two options by name: without division by the standard deviation
-(Dr. GRPO, https://arxiv.org/abs/2503.20783) and with the leave-one-out mean as the baseline (RLOO,
-https://arxiv.org/abs/2402.14740).
+https://arxiv.org/abs/2402.03300). Options by name: without division by the standard deviation
+(Dr. GRPO, https://arxiv.org/abs/2503.20783), with the leave-one-out mean as the baseline (RLOO,
+https://arxiv.org/abs/2402.14740), and without a baseline (REINFORCE, R. J. Williams, Machine
+Learning 8 (1992) 229-256), to compare with.
 
 Suffixes: ``P`` tasks, ``G`` group.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 # Rewards are sums and products of a few checks: what differs by less than this is rounding.
 _SAME_REWARD = 1e-9
@@ -31,9 +33,11 @@ class GroupAdvantages:
     kept: list[bool]
     """[P] False for a group without a signal: its rollouts are not trained."""
     num_too_small: int
-    """Groups dropped because fewer than two of their rollouts are valid."""
+    """Groups dropped because fewer than two of their rollouts are valid (without a baseline: none).
+    """
     num_no_variance: int
-    """Groups dropped because all their valid rollouts have the same reward."""
+    """Groups dropped because all their valid rollouts have the same reward (without a baseline: the
+    reward 0)."""
 
 
 def group_advantages(
@@ -41,6 +45,7 @@ def group_advantages(
     *,
     normalize_std: bool = True,
     leave_one_out: bool = False,
+    baseline: Literal["group", "none"] = "group",
     eps: float = 1e-6,
     shaping: Sequence[Sequence[float]] | None = None,
 ) -> GroupAdvantages:
@@ -56,6 +61,8 @@ def group_advantages(
             differ in size. None where the rollout failed.
         normalize_std: divide by the group's standard deviation.
         leave_one_out: the baseline of a rollout is the mean of the *other* rollouts.
+        baseline: ``none``: the advantage is the reward itself. A group whose rewards are all equal
+            is then trained unless they are 0, and so is a group of one.
         eps: added to the standard deviation.
         shaping: [P][G] additive terms (length, format, time), added to the rewards of kept groups.
 
@@ -63,8 +70,16 @@ def group_advantages(
         Advantages in the shape of ``rewards``, the kept groups and how many were dropped, and why.
 
     Raises:
-        ValueError: a reward or shaping term that is not finite, a shape that differs, eps < 0.
+        ValueError: a reward or shaping term that is not finite, a shape that differs, eps < 0, an
+            unknown baseline, or options of the group's baseline without it.
     """
+    if baseline not in ("group", "none"):
+        raise ValueError(f"baseline: {baseline!r} is neither 'group' nor 'none'")
+    if baseline == "none" and (normalize_std or leave_one_out):
+        raise ValueError(
+            f"normalize_std = {normalize_std}, leave_one_out = {leave_one_out}: with baseline "
+            "'none' there is no group to normalise with; both must be False"
+        )
     if not (math.isfinite(eps) and eps >= 0.0):
         raise ValueError(f"eps = {eps}: must be a finite number >= 0")
     _check_numbers(rewards, name="rewards")
@@ -80,8 +95,10 @@ def group_advantages(
     for p, group in enumerate(rewards):
         valid = [g for g, reward in enumerate(group) if reward is not None]
         present = [float(reward) for reward in group if reward is not None]
-        too_small = len(present) < 2
-        no_variance = not too_small and max(present) - min(present) <= _SAME_REWARD
+        # What the rewards are told apart from: each other, or 0.
+        rivals = [0.0] if baseline == "none" else []
+        too_small = len(present) + len(rivals) < 2
+        no_variance = not too_small and _spread(present + rivals) <= _SAME_REWARD
         num_too_small += too_small
         num_no_variance += no_variance
         kept.append(not (too_small or no_variance))
@@ -89,9 +106,11 @@ def group_advantages(
         if kept[-1]:
             if shaping is not None:
                 present = [x + shaping[p][g] for x, g in zip(present, valid, strict=True)]
-            advantages = _normalise(
-                present, normalize_std=normalize_std, leave_one_out=leave_one_out, eps=eps
-            )
+            advantages = present
+            if baseline == "group":
+                advantages = _normalise(
+                    present, normalize_std=normalize_std, leave_one_out=leave_one_out, eps=eps
+                )
         row: list[float | None] = [None] * len(group)
         for g, advantage in zip(valid, advantages, strict=True):
             row[g] = advantage
@@ -99,6 +118,10 @@ def group_advantages(
     return GroupAdvantages(
         values=values, kept=kept, num_too_small=num_too_small, num_no_variance=num_no_variance
     )
+
+
+def _spread(values: list[float]) -> float:
+    return max(values) - min(values)
 
 
 def _normalise(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from components.rl.advantages import GroupAdvantages, group_advantages
 from components.rl.packing import PackItem
@@ -23,6 +24,7 @@ def trained_items(
     normalize_std: bool,
     eps: float,
     leave_one_out: bool = False,
+    baseline: Literal["group", "none"] = "group",
     mask_overlong: bool = False,
 ) -> tuple[list[PackItem], GroupAdvantages]:
     """Advantages within each group, and the rollouts of the groups that carry a signal.
@@ -32,6 +34,7 @@ def trained_items(
         normalize_std: see ``group_advantages``.
         eps: likewise.
         leave_one_out: likewise.
+        baseline: likewise.
         mask_overlong: leave rollouts that the context or token budget cut (truncated_tokens) out of
             the loss, though not out of their group's mean and standard deviation. A cut rollout
             says little of how good its tokens are (overlong filtering, DAPO,
@@ -46,6 +49,7 @@ def trained_items(
         normalize_std=normalize_std,
         eps=eps,
         leave_one_out=leave_one_out,
+        baseline=baseline,
     )
     items = [
         PackItem(tokens=rollout.tokens, advantage=advantage, key=rollout.spec.rollout_id)

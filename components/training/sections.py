@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from components.training.component import locate
 from components.training.optimizers import OptimizerComponent
 from components.training.schema import Bool, Component, Float, Int, ListOf, OneOf, Section, Str
 
@@ -66,6 +65,7 @@ UPDATE = {
     "advantages": {
         "normalize_std": Bool(),
         "leave_one_out": Bool(default=False),
+        "baseline": OneOf("group", "none", default="group"),
         "eps": Float(min=0, default=1e-6),
     },
     "mask_overlong": Bool(default=False),
@@ -138,7 +138,7 @@ CHECKPOINTS = {
 """What checkpoints hold, how they are written and which are kept; see ``Checkpoints``."""
 
 
-def _at(cfg: Mapping[str, Any], path: str) -> Any:
+def at(cfg: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path, or None."""
     value: Any = cfg
     for key in path.split("."):
@@ -148,7 +148,7 @@ def _at(cfg: Mapping[str, Any], path: str) -> Any:
 
 def at_most(cfg: Mapping[str, Any], key: str, limit: str) -> list[str]:
     """The problem of one numeric setting being above another, if it is."""
-    value, bound = _at(cfg, key), _at(cfg, limit)
+    value, bound = at(cfg, key), at(cfg, limit)
     return [f"{key} = {value}: must be at most {limit} = {bound}"] if value > bound else []
 
 
@@ -163,7 +163,7 @@ def check_context(cfg: Mapping[str, Any], limit: int) -> None:
         ValueError: naming the setting.
     """
     for setting in ("rollout.max_tokens", "warm_start.max_tokens"):
-        if (value := _at(cfg, setting)) > limit:
+        if (value := at(cfg, setting)) > limit:
             raise ValueError(f"{setting} = {value}: the model's context is {limit}")
 
 
@@ -232,7 +232,7 @@ def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
         cfg: a config with ``env`` and perhaps that dataset.
         dataset: key of the dataset's component.
     """
-    if (node := _at(cfg, dataset)) is None:
+    if (node := at(cfg, dataset)) is None:
         return []
     problems = []
     for path, part in _leaves(node, dataset, "datasets").items():
@@ -252,59 +252,9 @@ def same_tasks(cfg: Mapping[str, Any], dataset: str) -> list[str]:
     return problems
 
 
-def update_options(cfg: Mapping[str, Any]) -> list[str]:
-    """The problems of options of the update that do not go together."""
-    problems = []
-    over, divisor = cfg["aggregation"]["over"], cfg["aggregation"]["divisor"]
-    if over == "constant" and divisor is None:
-        problems.append("aggregation.divisor = None: aggregation.over = constant needs a number")
-    if over != "constant" and divisor is not None:
-        problems.append(
-            f"aggregation.divisor = {divisor}: aggregation.over = {over} has no use for it; "
-            "must be null"
-        )
-    cap = cfg["importance"]["cap"]
-    if cfg["ratio"] == "generator" and cap is not None:
-        problems.append(
-            f"importance.cap = {cap}: ratio = generator holds this weight in its ratio already, "
-            "it would count twice; must be null"
-        )
-    rollout, tokens = cfg["rollout"], cfg["tokens_per_batch"]
-    if rollout["group_size"] < 2:
-        problems.append(
-            f"rollout.group_size = {rollout['group_size']}: an advantage compares rollouts of one "
-            "task; must be at least 2"
-        )
-    most = cfg["tasks_per_step"] * rollout["group_size"] * rollout["max_tokens"]
-    if tokens > most:
-        problems.append(
-            f"tokens_per_batch = {tokens}: the rollouts of a step have {most} tokens at most "
-            "(tasks_per_step x rollout.group_size x rollout.max_tokens); must not be more"
-        )
-    return problems + _stale_options(cfg)
-
-
-def _stale_options(cfg: Mapping[str, Any]) -> list[str]:
-    """The problem of an option that mistakes older weights for a fault."""
-    stale = _at(cfg, "rollout.max_staleness")
-    if not stale or cfg["ratio"] != "generator" or _at(cfg, "guards.mismatch") is None:
-        return []
-    return [
-        f"guards.mismatch: with ratio = generator and rollout.max_staleness = {stale} the mismatch "
-        "contains what the policy has moved since it sampled; must be null, or ratio = proximal"
-    ]
-
-
-def engine_apart(cfg: Mapping[str, Any]) -> bool:
-    """Whether the engine samples from the model that it is given while the trainer works."""
-    if cfg["rollout"]["max_staleness"] == 0:
-        return False
-    return not getattr(locate(cfg["engine"]["_component_"]), "own_weights", False)
-
-
 def best_metric(cfg: Mapping[str, Any]) -> list[str]:
     """The problem of keeping the best checkpoints by an evaluation that is not made."""
-    metric = _at(cfg, "checkpoints.keep_best.metric")
+    metric = at(cfg, "checkpoints.keep_best.metric")
     if metric is None or not metric.startswith("eval/") or cfg["eval"] is not None:
         return []
     return [f"checkpoints.keep_best.metric = {metric}: needs an evaluation, and eval is null"]

@@ -109,8 +109,9 @@ def test_ls_shows_configs_beside_the_recipe_that_they_name():
 def test_sft_is_listed_with_its_configs_which_fit_it(here, tune):
     lines = light("ls").stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("sft_agentic "))
-    assert [line.split()[-1] for line in lines[at : at + 2]] == ["mock_sft", "retail_sft"]
-    for name in ("mock_sft", "retail_sft"):
+    names = ["mock_learn_sft", "mock_sft", "retail_sft"]
+    assert [line.split()[-1] for line in lines[at : at + 3]] == names
+    for name in names:
         code, out, err = tune("validate", name)
         assert (code, err) == (0, "")
         assert "fits recipe sft_agentic" in out

@@ -94,7 +94,7 @@ def add_advantages(entries: Iterable[Entry], config: Mapping[str, Any]) -> None:
         ValueError: ``advantages`` has a setting that ``group_advantages`` does not know.
     """
     settings = dict(config.get("advantages") or {})
-    unknown = set(settings) - {"normalize_std", "eps", "leave_one_out"}
+    unknown = set(settings) - {"normalize_std", "eps", "leave_one_out", "baseline"}
     if unknown:
         raise ValueError(f"config.yaml: advantages.{sorted(unknown)[0]} is not known here")
     groups: dict[tuple[int, str, int], list[Entry]] = {}

@@ -5,16 +5,22 @@ import sys
 import pytest
 
 from components.data.oracle_mock import MockOracle
+from components.data.oracles import mock_oracle
+from components.envs.base import Message, ToolCall
 from components.envs.baselines import baseline
 from components.envs.mock_tasks import generated_ids, generated_task
 from components.envs.rewards import gold_actions
 from components.envs.tau2 import Tau2Env
-from components.envs.tau2_data import domain_data, find_task, task_ids
+from components.envs.tau2_data import domain_data, find_task, split_of, task_ids
 from components.envs.user_phrases import MOCK_PHRASES
 from components.envs.users_mock import make_mock_user
+from components.rollout.specs import group_specs
+from components.training.config import load_config
 from tests.parity.tau2_scripts import Script, gold_script, our_run, talk
 
 IDS = generated_ids(0, 60) + generated_ids(1, 20)
+DIALOGUES = generated_ids(3, 60, kind="dialogue")
+HELD_OUT = generated_ids(3, 60, kind="dialogue_held_out")
 
 
 def play(env, task_id, seed):
@@ -56,7 +62,7 @@ def test_disjoint_from_the_official_tasks():
         names += [arguments["title"] for name, arguments in writes if name == "create_task"]
         assert not any(name in text for name in names for text in official)
         assert "user_1" not in data["users"]
-    with pytest.raises(ValueError, match="generated-<seed>-<index>"):
+    with pytest.raises(ValueError, match="<kind>-<seed>-<index>"):
         generated_task("generated-x")
 
 
@@ -206,3 +212,150 @@ def test_done_is_not_heard_in_a_question():
     user.reply("Hi!")
     assert user.reply("Do you want the task to be created?") != "Thank you."
     assert "###STOP###" not in user.reply("Would you like anything else done?")
+
+
+# ---------------------------------------------------------------- dialogues
+
+
+@pytest.mark.parametrize("ids", [DIALOGUES, HELD_OUT], ids=["dialogue", "dialogue_held_out"])
+def test_gold_of_a_dialogue_scores_one_and_those_who_do_not_try_zero(ids):
+    for task_id in ids:
+        played = Script(agent=gold_script(generated_task(task_id)), user=talk(2))
+        _, end = our_run(domain="mock", task_id=task_id, script=played, max_steps=100)
+        assert end[1] == 1.0, task_id
+        assert end[4]["trajectory"].num_tool_errors == 0
+        for agent in ("do_nothing", "transfer"):
+            assert baseline("mock", task_id, agent=agent).value == 0.0, (task_id, agent)
+
+
+@pytest.mark.parametrize("paraphrases", ["train", "held_out"])
+@pytest.mark.parametrize("ids", [DIALOGUES, HELD_OUT], ids=["dialogue", "dialogue_held_out"])
+def test_oracle_solves_every_dialogue_from_what_was_said(ids, paraphrases):
+    env = Tau2Env(domain="mock", paraphrases=paraphrases)
+    for i, task_id in enumerate(ids):
+        reward, messages = play(env, task_id, seed=i)
+        assert reward == 1.0, task_id
+        known = ""
+        for message in messages:
+            for call in message.tool_calls:
+                if not call.name.startswith("transfer"):
+                    assert all(value in known for value in call.arguments.values()), task_id
+            if message.role in ("user", "tool"):
+                known += message.content
+
+
+def test_dialogues_have_all_that_makes_them_long():
+    texts = [generated_task(i).user_scenario.instructions.reason_for_call for i in DIALOGUES]
+    for part in (
+        "; say that its title is '",
+        "; say that its description is '",
+        "change the status of a task; say that task_",
+        "mark the new task as completed",
+        "talk to a human agent",
+        "delete task_",
+    ):
+        assert any(part in text for text in texts), part
+    assert any(re.search(r"as (?:archived|blocked|cancelled|urgent)\.", text) for text in texts)
+    unknown = [i for i in DIALOGUES if not _caller_is_known(generated_task(i))]
+    assert 0 < len(unknown) < len(DIALOGUES) / 3
+    for task_id in unknown:  # only existing users can create tasks
+        names = [action.name for action in generated_task(task_id).evaluation_criteria.actions]
+        assert names == ["get_users", "update_task_status"]
+
+
+def _caller_is_known(task):
+    name = re.match(r"Your name is ([^.]+)\.", task.user_scenario.instructions.known_info)[1]
+    users = task.initial_state.initialization_data.agent_data["users"]
+    return name in {user["name"] for user in users.values()}
+
+
+def test_what_the_policy_forbids_costs_the_reward():
+    """An agent that sets a status which the policy does not have, where the oracle refuses."""
+    forbidden = re.compile(r"mark (task_\d+) as (archived|blocked|cancelled|urgent)")
+    task_id = next(i for i in DIALOGUES if forbidden.search(_reason(i)))
+    which, status = forbidden.search(_reason(task_id)).groups()
+    obeys = ToolCall(
+        id="x", name="update_task_status", arguments={"task_id": which, "status": status}
+    )
+    env = Tau2Env(domain="mock")
+    for obedient, expected in ((False, 1.0), (True, 0.0)):
+        _, info = env.reset(seed=0, options={"task_id": task_id})
+        tools, messages, done, refusals, reward = info["tools"], list(info["messages"]), False, 0, 0
+        while not done:
+            action = MockOracle().act(tuple(messages), tools)
+            if action.content.startswith("I am sorry"):
+                refusals += 1
+                if obedient and refusals == 1:
+                    action = Message(role="assistant", tool_calls=(obeys,))
+            messages.append(action)
+            _, reward, terminated, truncated, info = env.step(action)
+            messages += info["messages"]
+            done = terminated or truncated
+        assert refusals >= 1
+        assert reward == expected
+
+
+def _reason(task_id):
+    return generated_task(task_id).user_scenario.instructions.reason_for_call
+
+
+def _contents(ids):
+    """Names, titles and descriptions of tasks: of their databases, callers and gold actions."""
+    found = set()
+    for task_id in ids:
+        task = generated_task(task_id)
+        data = task.initial_state.initialization_data.agent_data
+        found |= {t["title"] for t in data["tasks"].values()}
+        found |= {u["name"] for u in data["users"].values()}
+        found |= set(re.findall(r"'([^']+)'", _reason(task_id)))
+        found |= set(re.findall(r"name is ([^.]+)", task.user_scenario.instructions.known_info))
+    return found
+
+
+def test_training_and_held_out_dialogues_share_neither_seed_nor_content():
+    trained = load_config("configs/mock_learn.yaml").env.tasks
+    evaluated = load_config("configs/mock_learn_eval.yaml").env.tasks
+    assert load_config("configs/mock_learn_sft.yaml").env.tasks == trained
+    assert trained.split(":")[1] != evaluated.split(":")[1]
+    ids = [task_ids("mock", "train", tasks=trained), task_ids("mock", "test", tasks=evaluated)]
+    assert len(ids[0]) == 256
+    assert len(ids[1]) == 32
+    ours, theirs = _contents(ids[0]), _contents(ids[1])
+    assert len(ours) > 200
+    assert len(theirs) > 100
+    assert not ours & theirs
+    official = set(domain_data("mock").tasks)
+    assert not official & {*ids[0], *ids[1]}
+
+
+def test_nothing_trains_on_a_held_out_kind():
+    with pytest.raises(ValueError, match="mock has with tasks 'dialogue_held_out:1:8' no 'train'"):
+        task_ids("mock", "train", tasks="dialogue_held_out:1:8")
+    assert split_of("mock", "dialogue_held_out-1-0") == "test"
+    assert split_of("mock", "dialogue-1-0") == "train"
+    spec = group_specs(
+        [("mock", "dialogue_held_out-1-0")], group_size=1, seed=0, phase="demonstration"
+    )[0]
+    with pytest.raises(ValueError, match="not of a held-out kind"):
+        mock_oracle(spec)
+    with pytest.raises(ValueError, match="did you mean 'dialogue'"):
+        Tau2Env(domain="mock", tasks="dialog:1:8")
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "answer"),
+    [
+        ("its title is", "What should it be called?", "The title is '"),
+        ("its title is", "Tell me more, please.", "task"),
+        ("its description is", "Do you have a description?", "The description is '"),
+        ("change the status of a task", "Which one, and what is its new status?", "task_"),
+        ("change the status of a task", "Please tell me the task id.", "task_"),
+    ],
+)
+def test_user_says_what_it_withholds_when_asked(said, asked, answer):
+    task_id = next(i for i in DIALOGUES if said in _reason(i).split(". ")[0])
+    user = _user(task_id)
+    first = user.reply("Hi! How can I help you today?")
+    withheld = re.search(r"(?:is '|that )([^' ]+)[^.]*when asked", _reason(task_id))[1]
+    assert withheld not in first
+    assert answer in user.reply(asked)

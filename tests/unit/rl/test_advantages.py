@@ -44,6 +44,23 @@ def test_leave_one_out():
     assert result.values == [[0.75, -0.75, 0.0]]
 
 
+def test_without_a_baseline_the_advantage_is_the_reward():
+    # REINFORCE: all alike is a signal unless all is 0, and so is a group of one.
+    rewards = [[1, 0, None], [1, 1], [0, 0], [0.5], [None]]
+    result = group_advantages(rewards, baseline="none", normalize_std=False)
+    assert result.values == [[1.0, 0.0, None], [1.0, 1.0], [0.0, 0.0], [0.5], [None]]
+    assert result.kept == [True, True, False, True, False]
+    assert (result.num_no_variance, result.num_too_small) == (1, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize_std": False, "leave_one_out": True}])
+def test_options_of_the_baseline_need_it(options):
+    with pytest.raises(ValueError, match=r"baseline 'none'.*both must be False"):
+        group_advantages([[1, 0]], baseline="none", **options)
+    with pytest.raises(ValueError, match="'mean' is neither 'group' nor 'none'"):
+        group_advantages([[1, 0]], baseline="mean")
+
+
 def test_leave_one_out_leaves_failures_out():
     result = group_advantages([[1, None, 0]], leave_one_out=True, normalize_std=False)
     assert result.values == [[1.0, None, -1.0]]

@@ -93,8 +93,8 @@ def test_they_are_what_the_trainer_trains(tmp_path):
 
 
 def test_an_advantage_that_cannot_be_recomputed_is_refused(tmp_path):
-    run = write_run(tmp_path, group([1.0, 0.0]), config="advantages: {baseline: none}\n")
-    with pytest.raises(ValueError, match=r"advantages\.baseline"):
+    run = write_run(tmp_path, group([1.0, 0.0]), config="advantages: {critic: none}\n")
+    with pytest.raises(ValueError, match=r"advantages\.critic"):
         load(run)
 
 

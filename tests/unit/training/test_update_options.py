@@ -7,7 +7,7 @@ import pytest
 from components.rl.objective import objective_from
 from components.training.component import ConfigError
 from components.training.config import as_dict, instantiate, load_config, validate
-from components.training.sections import engine_apart
+from components.training.update_checks import engine_apart
 from recipes.grpo_agentic import SCHEMA, check
 
 ADDRESSES = "engine.addresses=[http://127.0.0.1:1]"
@@ -30,7 +30,12 @@ def test_the_default_is_the_papers_loss():
     assert cfg.updates_per_batch == 1
     assert not cfg.mask_overlong
     assert cfg.dynamic_sampling.max_refills == 0
-    assert as_dict(cfg.advantages) == {"normalize_std": True, "leave_one_out": False, "eps": 1e-6}
+    assert as_dict(cfg.advantages) == {
+        "normalize_std": True,
+        "leave_one_out": False,
+        "baseline": "group",
+        "eps": 1e-6,
+    }
 
 
 PAGE = (Path(__file__).parents[3] / "recipes/grpo_agentic.md").read_text(encoding="utf-8")
@@ -50,7 +55,7 @@ def test_the_settings_of_the_page_are_accepted(name):
 
 def test_all_losses_of_the_page_are_found():
     names = [name.partition(",")[0] for name in RECIPES]
-    assert names == ["DAPO", "Dr. GRPO", "RLOO", "GSPO", "CISPO", "IcePop"]
+    assert names == ["DAPO", "Dr. GRPO", "RLOO", "REINFORCE", "GSPO", "CISPO", "IcePop"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,12 @@ def test_all_losses_of_the_page_are_found():
         (["importance.level=rollout"], r"importance\.level = 'rollout'"),
         (["entropy_bonus=-1"], "entropy_bonus = -1"),
         (["updates_per_batch=0"], "updates_per_batch = 0"),
+        (["advantages.baseline=none"], r"advantages\.normalize_std = true: .* must be false"),
+        (
+            ["advantages.baseline=none", "dynamic_sampling.max_refills=2"],
+            r"dynamic_sampling\.max_refills = 2: .*baseline = none trains on",
+        ),
+        (["advantages.baseline=mean"], r"advantages\.baseline = 'mean'.*group, none"),
         (["dynamic_sampling.max_refills=-1"], r"dynamic_sampling\.max_refills = -1"),
         (["importance_cap=2"], "importance_cap: unknown key"),
         # Fault 16: a cut distribution is renormalised, and its ratio would be wrong: no such key.
