@@ -18,8 +18,7 @@ from components.models.nf4 import is_nf4
 from components.training.compiled import Compile, compile_layers
 
 SLOWEST_RANK = timedelta(hours=6)
-"""How long ranks wait for one whose rollouts take longer. torch's own 10 to 30 minutes would end a
-run of long episodes; a rank that dies is noticed by the launcher at once."""
+"""Ranks wait this long for the rollouts of another; a dead one is noticed by the launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
