@@ -11,17 +11,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func says that its interface may change
 
 import torch
-import transformers
-import trl  # pyright: ignore[reportMissingImports]
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,33 +36,38 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP_TOKENS = 8
 
 
-class Clock(TrainerCallback):
-    """Times each optimizer step and keeps the gradient norms that are logged."""
+def new_clock() -> Any:
+    """A callback that times each optimizer step and keeps the gradient norms that are logged."""
+    from transformers import TrainerCallback
 
-    def __init__(self) -> None:
-        self.watch = Stopwatch()
-        self.grad_norms: list[float] = []
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.watch = Stopwatch()
+            self.grad_norms: list[float] = []
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Before the rollouts are scored."""
-        self.watch.start()
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.watch.start()  # before the rollouts are scored
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """After the optimizer has stepped."""
-        self.watch.stop()
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.watch.stop()
 
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Of each step."""
-        if "grad_norm" in logs:
-            self.grad_norms.append(logs["grad_norm"])
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "grad_norm" in logs:
+                self.grad_norms.append(logs["grad_norm"])
+
+    return Clock()
 
 
-def train(job: Job, output_dir: str) -> Clock:
-    """One update that warms up and the job's."""
-    clock = Clock()
+def train(job: Job, output_dir: str) -> Any:
+    """One update that warms up and the job's; returns the clock."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    clock = new_clock()
     size = len(job.responses)
 
-    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         cut = WARM_UP_TOKENS if not clock.watch.wall_s else None
         completions = [ids[:cut] for ids in job.responses[: len(prompts)]]
         prompt = job.prompt[:cut]
@@ -109,7 +110,7 @@ def train(job: Job, output_dir: str) -> Clock:
         rollout_func=rollout,
         callbacks=[clock],
     )
-    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return clock
 
@@ -125,7 +126,7 @@ def main() -> None:
         cpu_s=clock.watch.cpu_s[1:],
         grad_norm=clock.grad_norms[1:],
         peak_gib=peak_gib(),
-        versions={m.__name__: m.__version__ for m in (trl, transformers, torch)},
+        versions={name: version(name) for name in ("trl", "transformers", "torch")},
         threads=torch.get_num_threads(),
     )
 

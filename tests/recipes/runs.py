@@ -28,6 +28,7 @@ TINY = {
     "rollout.max_turn_tokens": 32,
     "rollout.max_tokens": 1024,
     "rollout.num_workers": 4,
+    "tokens_per_batch": 6144,
     "optimizer.lr": 1e-4,
     "warm_start.num_steps": 1,
     "warm_start.num_demonstrations": 4,

@@ -97,8 +97,16 @@ def assert_nothing_left(tmp_path):
             "env.paraphrases = held_out: these are for evaluation alone and never trained on",
         ),
         (
+            {"tokens_per_batch": 7000},
+            "tokens_per_batch = 7000: the rollouts of a step have 6144 tokens at most",
+        ),
+        (
+            {"rollout__group_size": 1},
+            "rollout.group_size = 1: an advantage compares rollouts of one task",
+        ),
+        (
             {"warm_start__max_tokens": 9000},
-            "warm_start.max_tokens = 9000: must be at most tokens_per_batch = 8192",
+            "warm_start.max_tokens = 9000: must be at most tokens_per_batch = 6144",
         ),
     ],
 )

@@ -53,4 +53,4 @@ def test_mistakes_are_said(tune, tmp_path, setting, expected):
 
 def test_a_sharding_that_does_not_fit_is_said(tune, tmp_path):
     done = tune.train(tmp_path / "run", code=2, eval="null", sharding__shard_size=2)
-    assert "sharding.shard_size = 2: must divide the number of ranks, 1" in done.stderr
+    assert "sharding.shard_size = 2: nothing is sharded on one rank" in done.stderr
