@@ -23,7 +23,7 @@ def halves(output_dir, step):
 def test_an_outlier_of_the_second_rank_is_skipped_by_both(tune, tmp_path):
     """The run goes on to its last step. Each step is one row per rank: the third has the outlier.
 
-    In the step that is skipped no weight and no moment of either rank moves, and all do in the next.
+    In the step that is skipped no weight or moment of either rank moves; in the next all do.
     """
     output_dir = tmp_path / "run"
     done = tune.train(
