@@ -12,7 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention as torch_flex
 
+from components.attention import flex
 from components.attention.plan import MaskPlan
 from components.models.conversion import from_hf
 from components.models.smollm2 import smollm2
@@ -127,6 +129,25 @@ def test_twenty_rows_make_no_further_graph(tmp_path, counter, checkpointed):
             counter.frame_count = 0
         close(gradients(model, seed), gradients(eager, seed))
     assert counter.frame_count == 0
+    assert not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_layers_are_one_graph_too(tmp_path, counter, monkeypatch):
+    """Two captures for both layers and all twenty rows, and the loss and gradients of dense layers.
+
+    FlexAttention trains on a CPU only when torch's check of the device is gone.
+    """
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
+    monkeypatch.setattr(flex, "check_trainable", lambda *args: None)
+    directory = tiny.write(tmp_path / "model")
+    eager, model = (
+        smollm2(directory, dtype=torch.float32, backend=name) for name in ("reference", "flex")
+    )
+    assert compile_layers(model, compile=True, device=CPU)
+    for seed in range(20):
+        close(gradients(model, seed), gradients(eager, seed))
+    assert 1 <= counter.frame_count <= 2
     assert not counters["graph_break"]
 
 
