@@ -3,7 +3,12 @@ import math
 import pytest
 import torch
 
+from components.rl.groups import trained_items
 from components.rl.losses import CISPOLoss, GRPOLoss, GSPOLoss, sft_loss
+from components.rl.objective import count
+from components.rl.packing import pack
+from components.rollout.types import Rollout, RolloutSpec
+from tests.unit.rl.ledgers import ledger
 
 F64 = torch.float64
 
@@ -133,13 +138,63 @@ def test_kl_is_zero_at_the_reference():
     assert logprobs.grad.tolist() == [0.0, 0.0]
 
 
-def test_dropped_group_has_no_gradient_even_with_kl():
-    """Fault 18: equal rewards drop the group, so none of its tokens reaches the loss."""
-    loss = GRPOLoss(beta=1.0)
-    logprobs = _leaf([])
-    out = _grpo(loss, logprobs, [], [], ref_logprobs=_const([]), denominator=1)
-    assert out.loss.item() == 0.0
-    assert out.num_tokens == 0
+def _play(group, member, reward, ids):
+    """A finished rollout: two tokens of prompt, then the sampled ones."""
+    return Rollout(
+        spec=RolloutSpec(
+            rollout_id=f"{group}/{member}",
+            task_id=str(group),
+            domain="d",
+            group=group,
+            member=member,
+            seed=0,
+            env_seed=0,
+        ),
+        tokens=ledger([0, 1, *ids], [0, 0, *[1] * len(ids)]),
+        status="completed",
+        reward=reward,
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        ("k1", math.log(2), 1.0),
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", 0.5 - 1 + math.log(2), 0.5),
+    ],
+)
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_a_group_of_equal_rewards_has_no_gradient_even_with_kl(reward, estimator, value, gradient):
+    """Fault 18: equal rewards drop the group, so none of its tokens reaches the loss.
+
+    Every token has p = .5 and .25 under the reference, so d = ln 2. Kept with advantage 0, those of
+    the group of equal rewards (ids 2 to 5) would have the gradient of the KL term, and the others
+    half of theirs, because the denominator would count four tokens more.
+    """
+    equal = [_play(0, 0, reward, [2, 3]), _play(0, 1, reward, [4, 5])]
+    unequal = [_play(1, 0, 1.0, [6, 7]), _play(1, 1, 0.0, [8, 9])]
+    items, _ = trained_items([*equal, *unequal], normalize_std=True, eps=0.0)
+    (row,) = pack(items, tokens_per_batch=16)
+    table = _leaf([math.log(0.5)] * 10)  # by token id
+    logprobs = table[row.targets]
+    loss = GRPOLoss(beta=0.3, kl_estimator=estimator)
+    out = loss(
+        logprobs,
+        old_logprobs=logprobs.detach(),
+        advantages=row.advantages,
+        denominator=count(row, None)[0],
+        ref_logprobs=torch.full_like(logprobs, math.log(0.25)),
+    )
+    out.loss.backward()
+    assert out.num_tokens == 4
+    assert out.loss.item() == pytest.approx(0.3 * value)  # the advantages +1 and -1 cancel
+    kl = 0.3 * gradient
+    expected = [0.0] * 6 + [(-1 + kl) / 4] * 2 + [(1 + kl) / 4] * 2
+    assert table.grad.tolist() == pytest.approx(expected)
+    assert not table.grad[:6].any()
+    # and alone it leaves a step nothing to train
+    assert trained_items(equal, normalize_std=True, eps=0.0)[0] == []
 
 
 def test_without_tokens_backward_still_runs():
