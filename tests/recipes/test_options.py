@@ -13,6 +13,7 @@ OPTIONS = {
     "warm_start__num_steps": 0,
     "checker__levels": 2,  # half of the groups of two have no variance
     "rollout__group_size": 2,
+    "tokens_per_batch": 4096,
     "rollout__max_turns": 3,
     "tasks_per_step": 2,
     "dynamic_sampling__max_refills": 2,
