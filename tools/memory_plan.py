@@ -122,11 +122,16 @@ def _peak_of_parts(plan: Mapping[str, int]) -> int:
 
 
 def process_bytes(setting: Setting, directory: Path) -> int:
-    """Resident memory of Python and its libraries once they have taken a step.
+    """Resident memory of a fresh process of Python and its libraries that has taken a step.
 
     What they load and set up at a first step is a good part of it, so one is taken, of one layer
     and a few tokens, and given back.
     """
+    return in_a_process(run_few, setting, directory)
+
+
+def run_few(setting: Setting, directory: Path) -> int:
+    """What stays resident in this process after a step of a few tokens, in bytes."""
     few = replace(setting, tokens=16, trained=8, num_workers=1, max_tokens=16)
     update = Update(partial(build, setting.model, str(directory)), few)
     update.forward_backward()
@@ -178,17 +183,22 @@ def table(plan: Mapping[str, int]) -> str:
     )
 
 
-def measured_in_a_process(setting: Setting, directory: Path) -> int:
-    """The peak of a fresh process that does nothing but :func:`run_whole`.
+def in_a_process(run: Callable[[Setting, Path], int], setting: Setting, directory: Path) -> int:
+    """What a function returns in a fresh process that does nothing else.
 
     Raises:
         ValueError: if the process was killed, as it is when memory runs out.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            return pool.submit(run_whole, setting, directory).result()
+            return pool.submit(run, setting, directory).result()
         except BrokenProcessPool as error:
             raise ValueError("the measured process was killed: out of memory?") from error
+
+
+def measured_in_a_process(setting: Setting, directory: Path) -> int:
+    """The peak of a fresh process that does nothing but :func:`run_whole`."""
+    return in_a_process(run_whole, setting, directory)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
