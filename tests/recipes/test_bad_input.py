@@ -178,7 +178,7 @@ def test_a_value_that_a_component_refuses(run, tmp_path, keys, message):
 
 
 def test_a_context_that_the_prompt_does_not_fit(run, tmp_path):
-    code, err = run(rollout__max_tokens=128)
+    code, err = run(rollout__max_tokens=128, tokens_per_batch=768, warm_start__num_steps=0)
     assert code == 2
     assert re.search(
         r"max_tokens=128 is too small for task 'generated-\S+' of 'mock': its prompt has \d+ "
