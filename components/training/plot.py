@@ -63,9 +63,12 @@ def plot_run(output_dir: Path) -> Path | None:
     handles = [*loss.get_lines(), *twin.get_lines()]
     loss.legend(handles, [str(line.get_label()) for line in handles])
     _lines(entropy, steps, (("policy/entropy", "mean entropy"),))
-    entropy.set(title="Entropy of the policy (nats per token)", xlabel="step", ylim=(0, None))
+    entropy.set(title="Entropy of the policy (nats per token)", xlabel="step")
     _lines(length, steps, _LENGTHS)
-    length.set(title="Length (tokens, mean over rollouts)", xlabel="step", ylim=(0, None))
+    length.set(title="Length (tokens, mean over rollouts)", xlabel="step")
+    for axis in (entropy, length):  # 0 in sight, and what is nearly constant not at the edge
+        if axis.get_lines():
+            axis.axhline(0.0, color="none")
     _legend(length)
     _lines(shares, steps, _SHARES)
     shares.set(title="Cut short or failed (share)", xlabel="step", ylim=(-0.02, 1.02))
