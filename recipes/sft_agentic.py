@@ -39,7 +39,7 @@ from components.training.precision import MasterWeights
 from components.training.rng import seed_everything
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
 from components.training.stop import StopRequested, StopSignal
-from components.training.supervised import SupervisedSettings, SupervisedUpdate
+from components.training.supervised import SupervisedUpdate, supervised_settings_from
 
 SCHEMA = {
     "output_dir": Str(),
@@ -113,14 +113,7 @@ class SFTAgentic:
             self.masters,
             self.optimizer,
             trained,
-            settings=SupervisedSettings(
-                num_steps=cfg.num_steps,
-                demonstrations_per_step=cfg.demonstrations_per_step,
-                tokens_per_batch=cfg.tokens_per_batch,
-                logprob_chunk=cfg.logprob_chunk,
-                max_grad_norm=cfg.max_grad_norm,
-                seed=cfg.seed,
-            ),
+            settings=supervised_settings_from(as_dict(cfg)),
             world=self.world,
         )
         self.say(f"{len(trained)} demonstrations, {len(self.held_out)} of held-out tasks")

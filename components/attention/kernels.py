@@ -126,22 +126,8 @@ def part_backward(
     Returns:
         ``dq, dk, dv`` in the shapes of q, k, v; perhaps in fp32 on a CPU.
     """
-    causal = part.kind == CAUSAL
     if q.device.type == "cpu":
-        if q.shape[2] < FEW_ROWS and q.dtype.itemsize < 4:
-            grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
-        mask = _band(part, window, q.dtype) if part.kind == BAND else None
-        num_kv, group = k.shape[1], q.shape[1] // k.shape[1]
-        spread = k.shape[2] <= FEW_KEYS and _is_uneven(num_kv, q.shape[1])
-        if spread:
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-        )
-        if spread:
-            wide = torch.promote_types(k.dtype, torch.float32)
-            dk, dv = (x.unflatten(1, (num_kv, group)).sum(2, dtype=wide) for x in (dk, dv))
-        return dq, dk, dv
+        return _cpu_backward(grad, q, k, v, out, lse, part, window=window, scale=scale)
     left, right = _cuda_window(part, window)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = _aten._flash_attention_backward(
@@ -152,7 +138,7 @@ def part_backward(
         q.shape[2],
         k.shape[2],
         0.0,
-        causal,
+        part.kind == CAUSAL,
         no_dropout,
         torch.empty(0, device=q.device),
         scale=scale,
@@ -160,6 +146,34 @@ def part_backward(
         window_size_right=right,
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Part,
+    *,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.shape[2] < FEW_ROWS and q.dtype.itemsize < 4:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    mask = _band(part, window, q.dtype) if part.kind == BAND else None
+    num_kv, group = k.shape[1], q.shape[1] // k.shape[1]
+    spread = k.shape[2] <= FEW_KEYS and _is_uneven(num_kv, q.shape[1])
+    if spread:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, part.kind == CAUSAL, attn_mask=mask, scale=scale
+    )
+    if spread:
+        wide = torch.promote_types(k.dtype, torch.float32)
+        dk, dv = (x.unflatten(1, (num_kv, group)).sum(2, dtype=wide) for x in (dk, dv))
     return dq, dk, dv
 
 

@@ -152,7 +152,10 @@ class PolicyUpdate:
         self._optimizer.zero_grad(set_to_none=True)  # what a batch that was given up left behind
         state = [_Row(batch=batch, plan=plan) for batch, plan in rows]
         if (sampled_by := self._past.of(versions[0], now=versions[1])) is not None:
-            self._recompute(state, sampled_by, check_stop)
+            for row, logprobs in zip(
+                state, self._under(sampled_by, state, check_stop), strict=True
+            ):
+                row.old = logprobs
         if self._objective.importance.masks:
             self._mask(state, check_stop)
         denominator = self._denominator(state)
@@ -160,6 +163,10 @@ class PolicyUpdate:
             metrics = {"importance/masked_frac": 1.0, **self._mismatch(state)}
             self._guards.allow(metrics)
             return metrics, None
+        if self._reference is not None:
+            under = self._under(self._reference, state, check_stop)
+            for row, logprobs in zip(state, under, strict=True):
+                row.reference = logprobs
         found: list[dict[str, float]] = []
         own: dict[str, float] = {}
         for number in range(self._settings.updates_per_batch):
@@ -199,17 +206,19 @@ class PolicyUpdate:
             entropy_grad=entropy_grad,
         )
 
-    def _recompute(
-        self, state: Sequence[_Row], sampled_by: ReferencePolicy, check_stop: Callable[[], None]
-    ) -> None:
-        """What the trainer makes of the rows with the weights that sampled them.
+    def _under(
+        self, policy: ReferencePolicy, state: Sequence[_Row], check_stop: Callable[[], None]
+    ) -> list[Tensor]:
+        """Log-probabilities [M] of each row under other weights, which are swapped in once.
 
         A pass of its own: weights must not change between a forward and its backward.
         """
-        with sampled_by.swapped_in(), torch.no_grad():
+        found = []
+        with policy.swapped_in(), torch.no_grad():
             for row in state:
                 check_stop()
-                row.old = self.logprobs(row.batch, row.plan)[0]
+                found.append(self.logprobs(row.batch, row.plan)[0])
+        return found
 
     def _mask(self, state: Sequence[_Row], check_stop: Callable[[], None]) -> None:
         """Decide which tokens are in the loss.
@@ -244,9 +253,6 @@ class PolicyUpdate:
     def _backward(self, row: _Row, denominator: float, totals: UpdateTotals) -> None:
         """Add the gradient of one row, and count it."""
         batch, bonus = row.batch, self._objective.entropy_bonus > 0.0
-        if self._reference is not None and row.reference is None:
-            with self._reference.swapped_in(), torch.no_grad():
-                row.reference = self.logprobs(batch, row.plan)[0]
         logprobs, entropy = self.logprobs(batch, row.plan, entropy_grad=bonus)
         if row.start is None:
             row.start = logprobs.detach()

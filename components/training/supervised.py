@@ -44,15 +44,15 @@ class SupervisedSettings:
 
 
 def supervised_settings_from(options: Mapping[str, Any]) -> SupervisedSettings:
-    """Those of a config with a section ``warm_start``."""
-    of_stage, of_run = options["warm_start"], options
+    """Those of a config, or of its section ``warm_start`` where it has one."""
+    of_stage = options.get("warm_start", options)
     return SupervisedSettings(
         num_steps=of_stage["num_steps"],
         demonstrations_per_step=of_stage["demonstrations_per_step"],
-        tokens_per_batch=of_run["tokens_per_batch"],
-        logprob_chunk=of_run["logprob_chunk"],
-        max_grad_norm=of_run["max_grad_norm"],
-        seed=of_run["seed"],
+        tokens_per_batch=options["tokens_per_batch"],
+        logprob_chunk=options["logprob_chunk"],
+        max_grad_norm=options["max_grad_norm"],
+        seed=options["seed"],
     )
 
 
