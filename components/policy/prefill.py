@@ -17,6 +17,7 @@ from components.attention.kernels import part_forward
 from components.attention.lse import apply_sink, merge_
 from components.attention.parts import BAND, CAUSAL, FULL, Chain, Part, split
 from components.policy.cache import RolloutCache, RowPool, SharedPrefix
+from components.policy.dense import DenseRows, takes
 
 
 class Segment(NamedTuple):
@@ -106,6 +107,7 @@ class PrefillPass:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
         self._calls: dict[tuple[int | None, int], list[_Call]] = {}
+        self._dense = DenseRows()
         self._places: Tensor | None = None
         self._stops: dict[int, int] = {}  # how much of each store is read
         for first, last, store, start, prefix in segments:
@@ -127,12 +129,14 @@ class PrefillPass:
     ) -> Tensor:
         """See ``components.attention.sink_attention.Attend``; the batch is one row."""
         self._write(layer, k[0], v[0])
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        if window is None and takes(q, sinks=sinks):
+            return self._attend_dense(layer, q, k, v, scale=factor)
         if (window, prefix) not in self._calls:
             self._calls[window, prefix] = self._plan(window, prefix)
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
         held: dict[int, tuple[Tensor, Tensor]] = {}
         for store, part in self._calls[window, prefix]:
             rows = slice(part.q0, part.q1)
@@ -150,6 +154,21 @@ class PrefillPass:
         if sinks is not None:
             out, _ = apply_sink(out, lse, sinks)
         return out.to(q.dtype)
+
+    def _attend_dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        out = torch.empty_like(q)
+        for first, last, store, start, prefix in self._segments:
+            keys, values = [k[0, :, first:last]], [v[0, :, first:last]]
+            for holder, stop in ((store, start), (prefix, 0 if prefix is None else len(prefix))):
+                if stop:
+                    assert holder is not None
+                    kept = holder.read(layer, stop)
+                    keys.insert(0, kept[0])
+                    values.insert(0, kept[1])
+            out[0, :, first:last] = self._dense.attend(
+                q[0, :, first:last], torch.cat(keys, 1), torch.cat(values, 1), scale=scale
+            )
+        return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new keys and values ``[K, T, H]``."""
