@@ -72,9 +72,10 @@ test-compile: model
 test-tau2: setup
 	$(BIN)/python -m pytest tests/parity tests/unit/envs -m tau2
 
-# SmolLM2 behind a real vLLM server is the policy: three steps of mock, and weights that do not arrive.
+# SmolLM2 behind real vLLM servers is the policy: three steps of mock, weights that do not arrive, two
+# ranks with two servers.
 test-vllm: model vllm
-	VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm/test_engine.py -m vllm
+	VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm/test_engine.py tests/vllm/test_ranks.py -m vllm
 
 # SmolLM2 behind a real vLLM server plays the user of tau2-bench.
 test-vllm-user: model vllm

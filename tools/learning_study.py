@@ -18,6 +18,9 @@ summary over those so far, ``recipes/results/mock_learn.json``: ``seeds``, ``rew
 of tasks for every arm (``change``) and for GRPO against each other arm (``comparison``). The
 intervals are of a paired bootstrap over tasks and seeds. Stopped in whatever way, the same command
 goes on; without its ``runs`` folder the warm start is made again, and has to come out the same.
+Several at once share the arms and seeds between them, one core each for example:
+
+    for core in 0 1; do OMP_NUM_THREADS=1 taskset -c $core python tools/learning_study.py & done
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import json
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,7 +78,8 @@ class Study:
     """What the warm start starts from: a name in the model cache, or a directory."""
     settings: tuple[str, ...]
     """More overrides, of every recipe: ``key=value``."""
-    lock: IO[str]
+    lock: IO[str] | None = None
+    """Of the job at hand; its commands inherit it."""
 
     @property
     def warm(self) -> Path:
@@ -88,6 +92,7 @@ class Study:
 
     def launch(self, command: list[str], name: str, **watch: Any) -> dict[str, Any]:
         """Run a command; its wall time, seconds."""
+        assert self.lock is not None
         print(f"{name}: {shown(command)}", flush=True)
         wall_s = execute(command, log=self.runs / f"{name}.log", lock=self.lock, **watch)
         return {"wall_s": round(wall_s, 1)}
@@ -108,6 +113,11 @@ def warm_start(study: Study) -> dict[str, Any]:
     Raises:
         ValueError: if no checkpoint fits the rule, or it is another than the results were made of.
     """
+    with locked(study.runs / "warm.lock") as lock:
+        return _warm_start(replace(study, lock=lock))
+
+
+def _warm_start(study: Study) -> dict[str, Any]:
     path = study.results / "warm_start.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if known is None or not _weights(study, known["step"]).exists():
@@ -288,6 +298,11 @@ def _curve(run: Path) -> list[dict[str, float]]:
 
 def summarise(study: Study) -> None:
     """Write the summary of the results so far."""
+    with locked(study.runs / "summary.lock"):
+        _summarise(study)
+
+
+def _summarise(study: Study) -> None:
     files = [study.result_file(arm, seed) for arm in (BEFORE, *ARMS) for seed in SEEDS]
     results = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.exists()]
     if not results:
@@ -308,6 +323,18 @@ def summarise(study: Study) -> None:
                 f"{entry['delta']:+.3f} [{entry['ci_low']:+.3f}, {entry['ci_high']:+.3f}]  "
                 f"seeds {entry['seeds']}"
             )
+
+
+def _do(study: Study, arm: str, seed: int, *, wait: bool) -> bool:
+    """Make a result unless it is there; False if another study is at it and we do not wait."""
+    try:
+        with locked(study.runs / f"{arm}_{seed}.lock", wait=wait) as lock:
+            if not study.result_file(arm, seed).exists():
+                one(replace(study, lock=lock), arm, seed)
+                summarise(study)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def main() -> int:
@@ -338,24 +365,21 @@ def main() -> int:
                 done = (args.results / f"{arm}_{seed}.json").exists()
                 print(f"{name:12} {'done' if done else 'missing'}")
             return 0
-        with locked(args.runs) as lock:
-            study = Study(
-                runs=args.runs,
-                results=args.results,
-                minutes=args.minutes,
-                trials=args.trials,
-                model=args.model,
-                settings=tuple(args.settings),
-                lock=lock,
-            )
-            if "warm_start" in (args.only or ()):
-                warm_start(study)
-            for name, (arm, seed) in jobs.items():
-                if (args.only and name not in args.only) or study.result_file(arm, seed).exists():
-                    continue
-                one(study, arm, seed)
-                summarise(study)
-            summarise(study)
+        study = Study(
+            runs=args.runs,
+            results=args.results,
+            minutes=args.minutes,
+            trials=args.trials,
+            model=args.model,
+            settings=tuple(args.settings),
+        )
+        if "warm_start" in (args.only or ()):
+            warm_start(study)
+        chosen = [jobs[name] for name in args.only or jobs if name in jobs]
+        others = [job for job in chosen if not _do(study, *job, wait=False)]
+        for job in others:
+            _do(study, *job, wait=True)
+        summarise(study)
     except KeyboardInterrupt:
         print("learning_study: stopped; the same command goes on", file=sys.stderr)
         return 130

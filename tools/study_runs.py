@@ -37,17 +37,26 @@ def tune(recipe: str, config: str, **settings: object) -> list[str]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[IO[str]]:
-    """Hold a folder, against other studies and what a killed one has left running.
+def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
+    """Hold a lock file, against other studies and what a killed one has left running.
 
     The lock is inherited by the commands, so it lasts as long as one of them does.
+
+    Args:
+        path: of the file.
+        wait: for whoever holds it.
+
+    Raises:
+        BlockingIOError: another process holds it, and ``wait`` is False.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "study.lock").open("w", encoding="utf-8") as lock:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting: another study, or a command of one, works in {folder}", flush=True)
+            if not wait:
+                raise
+            print(f"waiting: another study, or a command of one, holds {path}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,46 +15,22 @@ import torch
 from torch.nn import functional as F
 
 from components.attention.plan import MaskPlan
-from components.models.paths import model_dir
 from components.models.smollm2 import lora_smollm2, smollm2
 from components.policy.vllm import VLLMEngine
 from components.rollout.types import SampleFailure, SampleRequest, SampleResult
-from tests.recipes.runs import arguments, kill_group, played, rows
-from tools.serve_vllm import ROOT, VllmServer
+from tests.recipes.runs import played, rows
+from tests.vllm.policy_runs import BOUND, policy_server, run
+from tools.serve_vllm import VllmServer
 
 pytestmark = pytest.mark.vllm
 
 MODULES = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
-BOUND = 0.15
-"""Nats per token between the server's bfloat16 and ours; 0.05 to 0.09 were seen."""
-SMALL = {
-    "tokens_per_batch": 2048,
-    "model.checkpoint_activations": "true",
-    "loss.beta": 0.0,
-    "rollout.num_workers": 4,
-    "rollout.max_turns": 6,
-    "tasks_per_step": 1,
-}
-"""Two gigabytes beside the server's three."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    described = VllmServer(
-        model_dir("smollm2-135m-instruct"),
-        log=tmp_path_factory.mktemp("vllm") / "log",
-        start_timeout_s=600.0,
-        env={
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        },
-        args=(
-            *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
-            *("--enable-lora", "--max-lora-rank", "8", "--max-model-len", "2048"),
-        ),
-    )
-    with described as running:
+    adapters = ("--enable-lora", "--max-lora-rank", "8")
+    with policy_server(tmp_path_factory.mktemp("vllm") / "log", *adapters) as running:
         print(f"{running.url} after {running.start_s:.0f} s")
         yield running
 
@@ -152,26 +124,6 @@ def test_adapters_alone(server):
         gaps = [gap(model, *pair) for pair in zip(requests(1.0), turns, strict=True)]
         assert max(gaps) < BOUND
         assert max(gap(base, *pair) for pair in zip(requests(1.0), turns, strict=True)) > BOUND
-
-
-def run(output_dir: Path, url: str, *, code: int | None = 0, **keys: Any) -> str:
-    """The recipe through the command, as a user calls it; what it wrote to stderr."""
-    keys = {name.replace("__", "."): value for name, value in keys.items()}
-    keys = SMALL | {"output_dir": output_dir, "engine.addresses": f"[{url}]"} | keys
-    command = [sys.executable, "-m", "components.cli"]
-    command += arguments(config="configs/vllm_mock.yaml", **keys)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        _, err = process.communicate(timeout=1800)
-    except BaseException:
-        kill_group(process)
-        raise
-    print(err)
-    assert process.returncode == code if code is not None else process.returncode, err
-    return err
 
 
 def test_three_steps_of_mock(server, tmp_path):

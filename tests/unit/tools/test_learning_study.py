@@ -193,6 +193,19 @@ def test_ctrl_c_stops_cleanly_and_only_names_one(place):
     assert {path.name for path in results.iterdir()} == {"warm_start.json", "reinforce_1.json"}
 
 
+def test_two_at_once_share_the_work(place):
+    jobs = ("--only", *(f"{arm}_{seed}" for arm in ("before", "grpo", "sft") for seed in (0, 1)))
+    both = [start(place, *jobs) for _ in range(2)]
+    outs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outs
+    launched = [line for out, _ in outs for line in out.splitlines() if "stand_in.py" in line]
+    names = [line.partition(":")[0] for line in launched]
+    assert len(names) == len(set(names))  # nothing was made twice
+    assert all("stand_in.py" in out for out, _ in outs)
+    assert names.count("warm") == 1
+    assert read(place, "mock_learn.json")["seeds"] == [0, 1]  # whoever ended last has seen all
+
+
 def test_another_warm_start_is_refused(place):
     run(place, "--only", "before_0")
     weights = place / "runs/mock_learn/warm/step_6/model.safetensors"
