@@ -16,6 +16,8 @@ from components.attention.plan import MaskPlan
 from components.models.gpt_oss import GPT_OSS_20B, GPT_OSS_120B, GptOssConfig, build, random_gpt_oss
 from components.models.gpt_oss.packed import PackedExpertLinear
 from components.models.lora import adapters, add_adapters
+from components.policy.cache import BLOCK
+from components.policy.spans import KvSizes, spans_of
 from tools.bench_cases import peak_allocated
 
 GIB = 2**30
@@ -63,14 +65,15 @@ def static_bytes(config: GptOssConfig, *, experts: str) -> dict[str, int]:
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     dense = sum(p.nbytes for p in model.parameters()) + buffers - packed - adapted
     streamed = experts == "streamed"
-    tokens = ROLLOUTS * ROLLOUT_TOKENS
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * 2
+    sizes = KvSizes(spans=spans_of(model), token_bytes=token_bytes, block=BLOCK)
     return {
         "dense": dense,
         "experts": 2 * packed // config.num_layers if streamed else packed,
         "adapters": 4 * numbers,
         "gradients": 4 * numbers,
         "optimizer": 8 * numbers,
-        "kv_cache": 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * tokens,
+        "kv_cache": sizes.pool(rows=ROLLOUTS, longest=-(-ROLLOUT_TOKENS // BLOCK), base=0),
         "context": CONTEXT,
         "host_experts": packed if streamed else 0,
     }
