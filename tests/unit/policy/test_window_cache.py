@@ -306,7 +306,7 @@ def test_the_least_limit_holds_one_rollout(shared_len, monkeypatch):
     # by hand: max_tokens 60; prefix and two windows, or all 60, and a block
     least = ((9 + 10) + (0 + 4) + min(60, 30 + 14) + 3 * BLOCK) * TOKEN_BYTES / 2**30
     settings = {"max_tokens": 60, "max_batch_size": 2}
-    with pytest.raises(ValueError, match="max_kv_gib = .*one rollout of max_tokens = 60 needs"):
+    with pytest.raises(ValueError, match=r"max_kv_gib = .*one rollout of max_tokens = 60 needs"):
         LocalEngine(model, **settings, max_kv_gib=least * 0.999)
     engine = LocalEngine(model, **settings, max_kv_gib=least)
     asked = [
