@@ -16,6 +16,8 @@ from components.attention.plan import MaskPlan
 from components.models.gpt_oss import GPT_OSS_20B, GPT_OSS_120B, GptOssConfig, build, random_gpt_oss
 from components.models.gpt_oss.packed import PackedExpertLinear
 from components.models.lora import adapters, add_adapters
+from components.policy.cache import BLOCK
+from components.policy.spans import KvSizes, span_of
 from tools.bench_cases import peak_allocated
 
 GIB = 2**30
@@ -29,11 +31,14 @@ CONTEXT = int(1.2 * GIB)
 _TOKENS = (128, 256)
 
 
+MODELS = {"gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B}
+
+
 def plans() -> dict[str, dict[str, dict[str, int]]]:
     """Model and where its experts are -> bytes of every component on the device."""
     constant, per_token, per_layer_token = row_coefficients()
     found: dict[str, dict[str, dict[str, int]]] = {}
-    for name, config in (("gpt-oss-20b", GPT_OSS_20B), ("gpt-oss-120b", GPT_OSS_120B)):
+    for name, config in MODELS.items():
         found[name] = {}
         for experts in ("packed", "streamed"):
             plan = static_bytes(config, experts=experts)
@@ -63,17 +68,26 @@ def static_bytes(config: GptOssConfig, *, experts: str) -> dict[str, int]:
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     dense = sum(p.nbytes for p in model.parameters()) + buffers - packed - adapted
     streamed = experts == "streamed"
-    tokens = ROLLOUTS * ROLLOUT_TOKENS
     return {
         "dense": dense,
         "experts": 2 * packed // config.num_layers if streamed else packed,
         "adapters": 4 * numbers,
         "gradients": 4 * numbers,
         "optimizer": 8 * numbers,
-        "kv_cache": 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * tokens,
+        "kv_cache": cache_bytes(config, rollouts=ROLLOUTS, tokens=ROLLOUT_TOKENS),
         "context": CONTEXT,
         "host_experts": packed if streamed else 0,
     }
+
+
+def cache_bytes(config: GptOssConfig, *, rollouts: int, tokens: int) -> int:
+    """Keys and values of rollouts that share nothing, as the local engine keeps them in bf16."""
+    sizes = KvSizes(
+        spans=[span_of(window, 0) for window in config.layer_windows],
+        token_bytes=2 * config.num_kv_heads * config.head_dim * 2,
+        block=BLOCK,
+    )
+    return sizes.pool(rows=rollouts, longest=-(-tokens // BLOCK), base=0)
 
 
 def head_bytes(config: GptOssConfig) -> int:
@@ -142,6 +156,11 @@ def tables(found: dict[str, dict[str, dict[str, int]]]) -> str:
         f"the cache of {ROLLOUTS} rollouts of {ROLLOUT_TOKENS} tokens held. GiB on the device.",
     ]
     for name, kinds in found.items():
+        caches = ", ".join(
+            f"{cache_bytes(MODELS[name], rollouts=1, tokens=tokens) / GIB:.2f} of {tokens}"
+            for tokens in LENGTHS
+        )
+        lines += ["", f"{name}, keys and values of one rollout: {caches} tokens"]
         for experts, plan in kinds.items():
             lines += ["", f"{name}, experts: {experts}"]
             for part in ("dense", "experts", "adapters", "gradients", "optimizer", "kv_cache"):

@@ -24,6 +24,7 @@ from components.models.decode_step import DecodeStep, why_not
 from components.models.decoder import PolicyModel
 from components.models.nf4 import stored_bytes
 from components.policy.cache import RowPool
+from components.policy.spans import spans_of
 from components.rl.logprobs import chunked_logprobs
 from components.training import parallelize
 from components.training.component import build
@@ -207,9 +208,9 @@ def _rollouts(num_tokens: int, length: int) -> tuple[MaskPlan, torch.Tensor]:
 def _full_cache(model: PolicyModel, setting: Setting) -> RowPool:
     """The engine's cache when every worker's rollout is as long as it may be."""
     config = model.config
-    pool = RowPool(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
+    pool = RowPool(spans=spans_of(model), num_kv_heads=config.num_kv_heads)
     for _ in range(setting.num_workers):
-        pool.acquire()
+        pool.acquire(base=0)
     pool.reserve(setting.max_tokens)
     for layer in range(config.num_layers):
         for tensor in pool.layer(layer, torch.empty(config.head_dim, dtype=setting.dtype)):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from components.policy.cache import RolloutCache
+from components.policy.spans import KvSizes
 from components.rollout.types import SampleRequest
 
 
@@ -47,8 +48,7 @@ def check_settings(
     top_p: float,
     top_k: int | None,
     max_kv_gib: float | None,
-    token_bytes: int,
-    block: int,
+    sizes: KvSizes,
 ) -> None:
     """Check the settings of an engine.
 
@@ -58,8 +58,7 @@ def check_settings(
         top_p: of the sampling.
         top_k: of the sampling.
         max_kv_gib: limit of keys and values.
-        token_bytes: keys and values of one token.
-        block: tokens by which a rollout's memory grows.
+        sizes: of keys and values.
 
     Raises:
         ValueError: naming the setting and what is allowed.
@@ -78,7 +77,7 @@ def check_settings(
         raise ValueError(f"top_k = {top_k}: must be at least 1, or null to keep every token")
     if max_kv_gib is None:
         return
-    least = (counts["max_tokens"] + block) * token_bytes / 2**30
+    least = sizes.rollout(counts["max_tokens"]) / 2**30
     if not max_kv_gib >= least:
         raise ValueError(
             f"max_kv_gib = {max_kv_gib}: one rollout of max_tokens = {counts['max_tokens']} needs "

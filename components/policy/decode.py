@@ -30,6 +30,7 @@ from components.policy.shared import (
     plan_group,
     score_shared,
 )
+from components.policy.spans import Span, hidden_slots, keep, runs, span_of
 
 
 class _Pieces(NamedTuple):
@@ -46,6 +47,8 @@ class _Pieces(NamedTuple):
 class _Plan(NamedTuple):
     """What a step needs to know for one (window, prefix)."""
 
+    places: Tensor
+    """``[B * K]``: where the new keys go, in the order of k ``[B, K, 1, H]`` without padding."""
     groups: list[Group]
     pieces: _Pieces | None
     """None: all rows of the pool, from the first needed block to the last, with nothing copied."""
@@ -77,7 +80,6 @@ class DecodePass:
         self._length = torch.tensor([len(c.ids) - c.base for c in caches], device=device)
         self._groups = find_groups(caches, device)
         self._plans: dict[tuple, _Plan] = {}
-        self._places: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -88,8 +90,6 @@ class DecodePass:
         """Prepare a step: every rollout gets one token after those it holds."""
         self._pool.reserve(max(len(c.ids) - c.base + 1 for c in self._caches))
         self._plans = {}
-        # [B * K], the order of k [B, K, 1, H]
-        self._places = self._pool.places(self._rows, self._length).t().flatten()
 
     def end(self) -> None:
         """Every rollout holds one token more."""
@@ -110,16 +110,16 @@ class DecodePass:
         """See ``components.attention.sink_attention.Attend``; T is 1."""
         num_b, num_k, _, dim = k.shape
         live = num_b - self._padding
-        keys, values = self._pool.layer(layer, k)
-        assert self._places is not None
-        keys.view(-1, dim).index_copy_(0, self._places, k[:live].reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self._places, v[:live].reshape(-1, dim))
         # Scaling q is exact for the usual powers of two, and cheaper than scaling the scores.
         factor = dim**-0.5 if scale is None else scale
         heads = (q * factor).reshape(num_b, num_k, -1, dim)
         plan = self._plans.get((window, prefix))
         if plan is None:
             plan = self._plans[window, prefix] = self._plan(heads, window, prefix)
+        assert self._pool.spans[layer] == span_of(window, prefix)
+        keys, values = self._pool.layer(layer, k)
+        keys.view(-1, dim).index_copy_(0, plan.places, k[:live].reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, plan.places, v[:live].reshape(-1, dim))
         num_own = plan.mask.shape[-1]
         own_scores = plan.scores[:live, ..., -num_own:]
         for group in plan.groups:
@@ -138,22 +138,18 @@ class DecodePass:
         return out.to(q.dtype)
 
     def _plan(self, heads: Tensor, window: int | None, prefix: int) -> _Plan:
-        size = self._pool.block
-        longest = max(len(c.ids) - c.base + 1 for c in self._caches)
+        size, span = self._pool.block, span_of(window, prefix)
         needed = [
             (place, block)
             for place, cache in enumerate(self._caches)
-            for block in range(-(-longest // size))
-            if needs(cache, block * size, size, window=window, prefix=prefix)
+            for block in needed_blocks(cache, size, span=span)
         ]
         first = min(block for _, block in needed)
         last = max(block for _, block in needed) + 1
-        at = torch.arange(first * size, last * size, device=self._device)
-        length, base = self._length[:, None], self._base[:, None]
-        hidden = at > length
-        if window is not None:
-            hidden |= (length - at > window) & (base + at >= prefix)
+        slot = torch.arange(first * size, last * size, device=self._device)
+        hidden = hidden_slots(span, slot, self._length[:, None], self._base[:, None])
         mask = additive(hidden, heads.dtype)[:, None, None]
+        places = self._pool.places(self._rows, self._length, self._base, span=span)
         groups = [
             plan_group(
                 *group,
@@ -166,12 +162,12 @@ class DecodePass:
             for group in self._groups
         ]
         groups = [group for group in groups if group.num_seen]
-        width = max((group.num_seen for group in groups), default=0) + len(at)
+        width = max((group.num_seen for group in groups), default=0) + len(slot)
         scores = heads.new_full((*heads.shape[:3], width), lowest(heads.dtype))
         # To multiply blocks that nobody needs is cheaper than to copy those needed, up to a point.
         whole = 2 * len(needed) >= (last - first) * self._pool.num_rows
         pieces = None if whole else self._gather(needed, first)
-        return _Plan(groups, pieces, first, mask, scores)
+        return _Plan(places.t().flatten(), groups, pieces, first, mask, scores)
 
     def _gather(self, needed: Sequence[tuple[int, int]], first: int) -> _Pieces:
         places, blocks = torch.tensor(needed, device=self._device).unbind(-1)
@@ -228,21 +224,20 @@ class DecodePass:
         return x if len(x) == len(self._caches) else x[self._rows]
 
 
-def needs(cache: RolloutCache, start: int, size: int, *, window: int | None, prefix: int) -> bool:
-    """Whether a rollout's new token sees any of ``size`` of its own tokens from ``start`` on.
+def needed_blocks(cache: RolloutCache, size: int, *, span: Span | None) -> Sequence[int]:
+    """Blocks of a rollout's row that hold tokens which its new token sees, itself included.
 
     Args:
         cache: the rollout, without the new token.
-        start: first of the tokens.
-        size: how many.
-        window: largest distance in positions that is still seen; None for no window.
-        prefix: positions that no window hides.
+        size: tokens of a block.
+        span: of the layer.
     """
-    new = len(cache.ids) - cache.base
-    last = min(new, start + size - 1)
-    if last < start:
-        return False
-    return window is None or new - last <= window or cache.base + start < prefix
+    stop = len(cache.ids) - cache.base + 1
+    if span is None:
+        return range(-(-stop // size))
+    kept = keep(span, base=cache.base, stop=stop, num_last=span.ring)
+    found = runs(span, kept, base=cache.base)
+    return sorted({b for first, last in found for b in range(first // size, -(-last // size))})
 
 
 def _softmax(scores: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -25,6 +25,7 @@ from components.policy.eager import eager_layers
 from components.policy.forward import Forward, Pack
 from components.policy.prefill import PackedRow, Segment, pack_rows
 from components.policy.sampling import sample, uniforms
+from components.policy.spans import KvSizes, spans_of
 from components.policy.store import CacheStore, shared_part
 from components.policy.turn import EngineStats, Turn
 from components.rollout.types import SampleRequest, SampleResult
@@ -79,8 +80,11 @@ class LocalEngine:
     ) -> None:
         config, weight = model.config, model.tok_embeddings.weight
         check_device(weight.device, weight.dtype, head_dim=config.head_dim)
-        per_layer = 2 * config.num_kv_heads * config.head_dim * weight.element_size()
-        self._token_bytes = config.num_layers * per_layer
+        self._sizes = KvSizes(
+            spans=spans_of(model),
+            token_bytes=2 * config.num_kv_heads * config.head_dim * weight.element_size(),
+            block=BLOCK,
+        )
         check_settings(
             counts={
                 "max_tokens": max_tokens,
@@ -91,8 +95,7 @@ class LocalEngine:
             top_p=top_p,
             top_k=top_k,
             max_kv_gib=max_kv_gib,
-            token_bytes=self._token_bytes,
-            block=BLOCK,
+            sizes=self._sizes,
         )
         self.policy_version = policy_version
         self.stats = EngineStats()
@@ -108,9 +111,8 @@ class LocalEngine:
 
     def _reset(self) -> None:
         self._store = CacheStore(
-            num_layers=self._model.config.num_layers,
+            sizes=self._sizes,
             num_kv_heads=self._model.config.num_kv_heads,
-            token_bytes=self._token_bytes,
             max_bytes=self._max_kv_bytes,
         )
 
@@ -229,7 +231,7 @@ class LocalEngine:
             prefix = shared_part(request)
             cache = RolloutCache(
                 pool=self._store.pool,
-                row=self._store.pool.acquire(),
+                row=self._store.pool.acquire(base=len(prefix)),
                 shared=self._shared_prefix(prefix) if prefix else None,
                 shared_len=request.shared_len,
                 ids=list(prefix),
@@ -242,7 +244,7 @@ class LocalEngine:
         shared = self._store.shared.get(ids)
         if shared is not None:
             return shared
-        shared = SharedPrefix(ids, num_layers=self._model.config.num_layers)
+        shared = SharedPrefix(ids, spans=self._sizes.spans)
         for start in range(0, len(ids), self._prefill_chunk):
             new = list(ids[start : start + self._prefill_chunk])
             segment = Segment(0, len(new), shared, start, None)

@@ -16,8 +16,9 @@ from components.attention.folded import flash_forward
 from components.attention.kernels import part_forward
 from components.attention.lse import apply_sink, merge_
 from components.attention.parts import BAND, CAUSAL, FULL, Chain, Part, split
-from components.policy.cache import RolloutCache, RowPool, SharedPrefix
+from components.policy.cache import RolloutCache, SharedPrefix
 from components.policy.dense import DenseRows, takes
+from components.policy.spans import Span, keep, span_of
 
 
 class Segment(NamedTuple):
@@ -91,10 +92,20 @@ def pack_rows(
 
 
 class _Call(NamedTuple):
-    """A kernel call: queries ``part.q0:q1`` of the packed row, keys ``part.k0:k1`` of a store."""
+    """A kernel call: queries ``part.q0:q1`` of the packed row, keys ``part.k0:k1`` of a source."""
 
-    store: RolloutCache | SharedPrefix
+    source: RolloutCache | SharedPrefix | None
+    """What it kept before this pass, packed; None: the new tokens, by their places in the row."""
     part: Part
+
+
+class _Writes(NamedTuple):
+    """Where the new tokens of a row go in the layers of a span."""
+
+    chosen: Tensor | None
+    """``[T]``: those that stay, as places in the packed row; None for all."""
+    places: Tensor
+    """``[K * T]`` in the pool."""
 
 
 class PrefillPass:
@@ -108,10 +119,10 @@ class PrefillPass:
         self._segments = segments
         self._calls: dict[tuple[int | None, int], list[_Call]] = {}
         self._dense = DenseRows()
-        self._places: Tensor | None = None
-        self._stops: dict[int, int] = {}  # how much of each store is read
-        for first, last, store, start, prefix in segments:
-            self._stops[id(store)] = start + last - first
+        self._writes: dict[Span | None, _Writes] = {}
+        self._stops: dict[int, int] = {}  # tokens that each source held before this pass
+        for _, _, store, start, prefix in segments:
+            self._stops[id(store)] = start
             if prefix is not None:
                 self._stops[id(prefix)] = len(prefix)
 
@@ -128,29 +139,32 @@ class PrefillPass:
         scale: float | None,
     ) -> Tensor:
         """See ``components.attention.sink_attention.Attend``; the batch is one row."""
-        self._write(layer, k[0], v[0])
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         if window is None and takes(q, sinks=sinks):
-            return self._attend_dense(layer, q, k, v, scale=factor)
+            out = self._attend_dense(layer, q, k, v, scale=factor)
+            self._write(layer, k[0], v[0], None)
+            return out
         if (window, prefix) not in self._calls:
             self._calls[window, prefix] = self._plan(window, prefix)
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         held: dict[int, tuple[Tensor, Tensor]] = {}
-        for store, part in self._calls[window, prefix]:
-            rows = slice(part.q0, part.q1)
-            if part.own and part.k1 - part.k0 == part.q1 - part.q0:
-                keys, values = k[:, :, rows], v[:, :, rows]  # the new tokens themselves
+        for source, part in self._calls[window, prefix]:
+            rows, seen = slice(part.q0, part.q1), slice(part.k0, part.k1)
+            if source is None:
+                keys, values = k[:, :, seen], v[:, :, seen]
             else:
-                if id(store) not in held:
-                    held[id(store)] = store.read(layer, self._stops[id(store)])
-                keys, values = (x[None, :, part.k0 : part.k1] for x in held[id(store)])
+                if id(source) not in held:
+                    held[id(source)] = source.read(layer, self._stops[id(source)])
+                keys, values = (x[None, :, seen] for x in held[id(source)])
             new_out, new_lse = _part(q[:, :, rows], keys, values, part, window or 0, factor)
             if part.own:  # these come first, one for each query
                 out[:, :, rows], lse[:, :, rows] = new_out, new_lse
                 continue
             merge_(out[:, :, rows], lse[:, :, rows], new_out, new_lse)
+        # Not before: in a ring the new tokens take the places of those that were just read.
+        self._write(layer, k[0], v[0], span_of(window, prefix))
         if sinks is not None:
             out, _ = apply_sink(out, lse, sinks)
         return out.to(q.dtype)
@@ -170,27 +184,48 @@ class PrefillPass:
             )
         return out
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def _write(self, layer: int, k: Tensor, v: Tensor, span: Span | None) -> None:
         """Store the new keys and values ``[K, T, H]``."""
         store = self._segments[0].store
         if isinstance(store, SharedPrefix):
             assert len(self._segments) == 1
+            assert store.spans[layer] == span
             store.write(layer, self._segments[0].start, k, v)
             return
-        if self._places is None:
-            self._places = self._plan_places(store.pool).to(k.device)
+        assert store.pool.spans[layer] == span
+        if span not in self._writes:
+            self._writes[span] = self._plan_writes(span, k.device)
+        chosen, places = self._writes[span]
         for kept, new in zip(store.pool.layer(layer, k), (k, v), strict=True):
-            kept.view(-1, k.shape[2]).index_copy_(0, self._places, new.reshape(-1, k.shape[2]))
+            staying = new if chosen is None else new[:, chosen]
+            kept.view(-1, k.shape[2]).index_copy_(0, places, staying.reshape(-1, k.shape[2]))
 
-    def _plan_places(self, pool: RowPool) -> Tensor:
-        """Places ``[K * T]`` of the row's tokens in the pool."""
+    def _plan_writes(self, span: Span | None, device: torch.device) -> _Writes:
+        """No two tokens go to one place: of those with one slot only the newest stays."""
+        chosen: list[int] = []
         rows: list[int] = []
         at: list[int] = []
+        base: list[int] = []
         for first, last, store, start, _ in self._segments:
             assert isinstance(store, RolloutCache)
-            rows += [store.row] * (last - first)
-            at += range(start, start + last - first)
-        return pool.places(torch.tensor(rows), torch.tensor(at)).flatten()
+            end = start + last - first
+            staying = [*range(start, end)]
+            if span is not None:
+                kept = keep(span, base=store.base, stop=end, num_last=span.ring)
+                head = range(start, max(start, kept.head))
+                staying = [*head, *range(max(start, kept.tail), end)]
+            at += staying
+            chosen += [first + place - start for place in staying]
+            rows += [store.row] * len(staying)
+            base += [store.base] * len(staying)
+        store = self._segments[0].store
+        assert isinstance(store, RolloutCache)
+        places = store.pool.places(
+            torch.tensor(rows), torch.tensor(at), torch.tensor(base), span=span
+        )
+        all_stay = len(chosen) == self._segments[-1].last
+        picked = None if all_stay else torch.tensor(chosen, device=device)
+        return _Writes(picked, places.flatten().to(device))
 
     def _plan(self, window: int | None, prefix: int) -> list[_Call]:
         """Kernel calls that cover every visible pair of a query and a key once."""
@@ -198,26 +233,25 @@ class PrefillPass:
             return self._plan_whole()
         calls = []
         for segment in self._segments:
-            calls += _plan_window(segment, window, prefix)
+            calls += _plan_window(segment, Span(window, prefix))
         return sorted(calls, key=lambda call: not call.part.own)
 
     def _plan_whole(self) -> list[_Call]:
         """Without a window a query sees all that came before: no mask but the causal one."""
         own, past, shared = [], [], []
         for first, last, store, start, prefix in self._segments:
-            end = start + last - first
-            own.append(_Call(store, Part(first, last, start, end, CAUSAL, 0, True)))
+            own.append(_Call(None, Part(first, last, first, last, CAUSAL, 0, True)))
             if start:
                 past.append(_Call(store, Part(first, last, 0, start, FULL, 0, False)))
             if prefix is None:
                 continue
-            if shared and shared[-1].store is prefix and shared[-1].part.q1 == first:
+            if shared and shared[-1].source is prefix and shared[-1].part.q1 == first:
                 first = shared.pop().part.q0
             shared.append(_Call(prefix, Part(first, last, 0, len(prefix), FULL, 0, False)))
         return own + past + shared
 
 
-def _plan_window(segment: Segment, window: int, prefix: int) -> list[_Call]:
+def _plan_window(segment: Segment, span: Span) -> list[_Call]:
     """Calls of one segment, cut from its one path of positions: shared prefix, kept, new."""
     first, last, store, start, shared = segment
     base = 0 if shared is None else len(shared)
@@ -227,16 +261,20 @@ def _plan_window(segment: Segment, window: int, prefix: int) -> list[_Call]:
         for index, (begin, end) in enumerate(itertools.pairwise(edges))
     ]
     to_row = first - base - start
+    kept = keep(span, base=base, stop=start, num_last=span.window)
     calls = []
-    for part in split(chains, window=window, prefix=prefix):
+    for part in split(chains, window=span.window, prefix=span.prefix):
         if part.q0 < base + start:
             continue  # queries of earlier passes
         part = part._replace(q0=part.q0 + to_row, q1=part.q1 + to_row)
-        if part.k0 < base:
-            assert shared is not None
-            calls.append(_Call(shared, part))
+        if part.k0 >= base + start:
+            source, k0, k1 = None, part.k0 + to_row, part.k1 + to_row
+        elif part.k0 >= base:
+            source, (k0, k1) = store, kept.find(part.k0 - base, part.k1 - base)
         else:
-            calls.append(_Call(store, part._replace(k0=part.k0 - base, k1=part.k1 - base)))
+            assert shared is not None
+            source, (k0, k1) = shared, shared.kept(span, base).find(part.k0, part.k1)
+        calls.append(_Call(source, part._replace(k0=k0, k1=k1)))
     return calls
 
 

@@ -22,6 +22,7 @@ from components.policy.decode import DecodePass
 from components.policy.eager import eager_layers
 from components.policy.forward import Forward
 from components.policy.prefill import pack_rows
+from components.policy.spans import spans_of
 
 
 @torch.no_grad()
@@ -51,8 +52,8 @@ def _replay(model: PolicyModel, ids: Sequence[int], num_prompt: int) -> Tensor:
     config, device = model.config, next(model.parameters()).device
     forward = Forward(model, num_rows=1, pack_weights="auto")  # as in the engine
     forward.refresh()
-    pool = RowPool(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
-    cache = RolloutCache(pool=pool, row=pool.acquire(), shared=None, shared_len=0)
+    pool = RowPool(spans=spans_of(model), num_kv_heads=config.num_kv_heads)
+    cache = RolloutCache(pool=pool, row=pool.acquire(base=0), shared=None, shared_len=0)
     logits = []
     for row in pack_rows([(cache, list(ids[:num_prompt]))], max_length=num_prompt):
         logits.append(forward.prefill(row))

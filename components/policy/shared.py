@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from components.policy.cache import RolloutCache, SharedPrefix
+from components.policy.spans import Span
 
 HIDDEN = -1e30
 """Added to the scores of hidden keys. Finite, so that a row of padding, which sees nothing, stays
@@ -26,7 +27,7 @@ class Group(NamedTuple):
     members: Tensor | None
     """Their places in the batch; None: everybody's, the padding's included."""
     num_seen: int
-    """Leading shared keys that they need."""
+    """S, the first of the shared keys that are kept: those that they need."""
     mask: Tensor | None
     """Additive ``[1, B, 1, S]`` over these; None where every key is visible."""
 
@@ -58,7 +59,7 @@ def plan_group(
     prefix: int,
     dtype: torch.dtype,
 ) -> Group:
-    """How many leading shared keys a group needs, and the mask over them.
+    """How many of the shared keys that are kept a group needs, and the mask over them.
 
     Args:
         shared: the group's prefix.
@@ -72,12 +73,13 @@ def plan_group(
     position = positions if members is None else positions[members]
     if window is None:
         return Group(shared, members, len(shared), None)
+    kept = shared.kept(Span(window, prefix), len(shared))
     if int(position[:num_live].min()) - window >= len(shared):
-        seen = min(prefix, len(shared))  # the window has left the shared part
-        return Group(shared, members, seen, None)
-    at = torch.arange(len(shared), device=positions.device)
+        return Group(shared, members, kept.head, None)  # the window has left the shared part
+    at = torch.arange(kept.num, device=positions.device)
+    at += (at >= kept.head) * (kept.tail - kept.head)
     hidden = (position[:, None] - at > window) & (at >= prefix)
-    return Group(shared, members, len(shared), additive(hidden, dtype)[None, :, None])
+    return Group(shared, members, kept.num, additive(hidden, dtype)[None, :, None])
 
 
 def lowest(dtype: torch.dtype) -> float:

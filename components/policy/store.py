@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 
 from components.policy.cache import RolloutCache, RowPool, SharedPrefix
+from components.policy.spans import KvSizes
 from components.rollout.types import SampleRequest
 
 
@@ -12,22 +14,19 @@ class CacheStore:
     """The caches of the rollouts and the prefixes they share, within a limit.
 
     Args:
-        num_layers: layers of the model.
+        sizes: of the model's keys and values.
         num_kv_heads: its key heads.
-        token_bytes: keys and values of one token in all layers.
         max_bytes: most bytes of all keys and values; None for no limit.
     """
 
-    def __init__(
-        self, *, num_layers: int, num_kv_heads: int, token_bytes: int, max_bytes: int | None
-    ) -> None:
+    def __init__(self, *, sizes: KvSizes, num_kv_heads: int, max_bytes: int | None) -> None:
         self.caches: dict[str, RolloutCache] = {}
         self.shared: dict[tuple[int, ...], SharedPrefix] = {}
         self.pool = RowPool(
-            num_layers=num_layers, num_kv_heads=num_kv_heads, exact=max_bytes is not None
+            spans=sizes.spans, num_kv_heads=num_kv_heads, exact=max_bytes is not None
         )
         self._num_forgotten = 0
-        self._token_bytes, self._max_bytes = token_bytes, max_bytes
+        self._sizes, self._max_bytes = sizes, max_bytes
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Free what is kept for these rollouts; ids that are not known are passed over."""
@@ -70,35 +69,39 @@ class CacheStore:
         while self._needed(request, lengths) > self._max_bytes:
             if not self._forget_one(request, busy, waiting):
                 return False
-        rows, blocks = self._grid(request, lengths)
-        rows, blocks = max(rows, self.pool.num_rows), max(blocks, self.pool.num_blocks)
-        if rows * blocks * self.pool.block * self._token_bytes > self._left(request):
+        rows, longest, base = self._grid(request, lengths)
+        held = self._sizes.pool(
+            rows=max(rows, self.pool.num_rows),
+            longest=max(longest, self.pool.num_blocks),
+            base=min(base, self.pool.base),
+        )
+        if held > self._left(request):
             self._compact()
         return True
 
-    def _grid(self, request: SampleRequest, lengths: Mapping[str, int]) -> tuple[int, int]:
-        """Rows and blocks of a pool that holds everybody."""
-        cached = {
-            name: lengths.get(name, len(cache.ids)) - cache.base
+    def _grid(self, request: SampleRequest, lengths: Mapping[str, int]) -> tuple[int, int, int]:
+        """Rows, blocks of the longest, and lowest base of a pool that holds everybody."""
+        own = {request.rollout_id: (lengths[request.rollout_id], len(shared_part(request)))}
+        own |= {
+            name: (lengths.get(name, len(cache.ids)), cache.base)
             for name, cache in self.caches.items()
         }
-        base = len(shared_part(request))
-        own = {request.rollout_id: lengths[request.rollout_id] - base} | cached
-        return len(own), -(-max(own.values()) // self.pool.block)
+        longest = max(length - base for length, base in own.values())
+        return len(own), -(-longest // self.pool.block), min(base for _, base in own.values())
 
     def _left(self, request: SampleRequest) -> int:
         """What shared prefixes leave of the limit, this request's included."""
         assert self._max_bytes is not None
-        tokens = sum(map(len, self.shared))
+        lengths = [len(ids) for ids in self.shared]
         prefix = shared_part(request)
         if request.rollout_id not in self.caches and prefix not in self.shared:
-            tokens += len(prefix)
-        return self._max_bytes - tokens * self._token_bytes
+            lengths.append(len(prefix))
+        return self._max_bytes - sum(map(self._sizes.shared, lengths))
 
     def _needed(self, request: SampleRequest, lengths: Mapping[str, int]) -> int:
         assert self._max_bytes is not None
-        rows, blocks = self._grid(request, lengths)
-        pool = rows * blocks * self.pool.block * self._token_bytes
+        rows, longest, base = self._grid(request, lengths)
+        pool = self._sizes.pool(rows=rows, longest=longest, base=base)
         return self._max_bytes - self._left(request) + pool
 
     def _forget_one(self, request: SampleRequest, busy: Collection[str], waiting: set[str]) -> bool:
@@ -121,7 +124,8 @@ class CacheStore:
         """Move the rows that are in use together, and give the rest of the pool back."""
         caches = list(self.caches.values())
         longest = max((len(cache.ids) - cache.base for cache in caches), default=0)
-        self.pool.compact([cache.row for cache in caches], length=longest)
+        base = min((cache.base for cache in caches), default=sys.maxsize)
+        self.pool.compact([cache.row for cache in caches], length=longest, base=base)
         for row, cache in enumerate(caches):
             cache.row = row
 

@@ -128,6 +128,11 @@ def test_the_released_sizes():
     assert streamed["host_experts"] / 2**30 == pytest.approx(56.7, abs=0.2)
     assert streamed["experts"] / 2**30 == pytest.approx(3.2, abs=0.1)
     assert streamed["dense"] / 2**30 == pytest.approx(4.04, abs=0.3)
+    # bf16 keys and values of 8 heads of 64: of every token in half of the layers, of 128 in the
+    # others; eight rollouts of 8,192
+    per_token = 2 * 8 * 64 * 2
+    assert resident["kv_cache"] == 8 * 12 * (8192 + 128) * per_token
+    assert streamed["kv_cache"] == 8 * 18 * (8192 + 128) * per_token
     for plan in (resident, streamed):
         plan |= {"row_constant": 10**9, "row_per_token": 10**6}
         tokens = longest_row(plan, 32)
