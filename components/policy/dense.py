@@ -1,4 +1,4 @@
-"""Attention for the new tokens of a rollout with all scores of a query in one row, on a CPU in bf16.
+"""Attention for the new tokens of a rollout, all scores of a query in one row: a CPU in bf16.
 
 Two matrix products and one softmax take less than half the time of PyTorch's flash kernel for a
 CPU, which converts and exponentiates in float32. As in a decode step the scores are rounded to
