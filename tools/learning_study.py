@@ -358,7 +358,8 @@ def main() -> int:
         help="more settings, of every recipe",
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGINT):  # a script's & makes a job ignore SIGINT
+        signal.signal(number, signal.default_int_handler)
     try:
         if args.list:
             for name, (arm, seed) in {"warm_start": ("warm", "start"), **jobs}.items():

@@ -152,7 +152,8 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _stop_with_us() -> None:
-    """Between fork and exec: when the study is killed, the kernel asks the command to stop."""
+    """Between fork and exec: SIGINT stops the command, and so does the kernel if the study dies."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     assert _libc is not None
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

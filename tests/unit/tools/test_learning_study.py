@@ -177,8 +177,13 @@ def test_a_killed_study_goes_on_and_repeats_nothing(place):
     assert "missing" not in listed
 
 
-def test_ctrl_c_stops_cleanly_and_only_names_one(place):
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_stops_cleanly_and_only_names_one(place, ignored):
+    # A job that a script has put in the background is started with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
     process = start(place, "--only", "reinforce_1")
+    if ignored:
+        signal.signal(signal.SIGINT, before)
     metrics = place / "runs/mock_learn/reinforce_1/metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
     process.send_signal(signal.SIGINT)
