@@ -70,7 +70,8 @@ def test_the_server_has_an_environment_of_its_own():
 @needs_make
 def test_the_engine_is_tested_on_the_same_server():
     lines = would_run("test-vllm", VENV="v", VLLM_VENV="w")
-    last = f"VLLM_VENV={ROOT}/w v/bin/python -m pytest tests/vllm/test_engine.py -m vllm"
+    tests = "tests/vllm/test_engine.py tests/vllm/test_ranks.py"
+    last = f"VLLM_VENV={ROOT}/w v/bin/python -m pytest {tests} -m vllm"
     assert lines[-1] == last
     assert lines.index("touch w/.done") < len(lines) - 1
     assert lines.index("v/bin/python tools/get_model.py") < len(lines) - 1
