@@ -26,8 +26,9 @@ class ToolGame(Protocol):
         """The agent's tools, the same in every task.
 
         What it is told of them comes from their docstrings and type hints
-        (:class:`components.envs.tool_functions.ToolFunctions`). A ValueError is how a tool says no: the agent reads its text. Look before you change the
-        state, for what was changed before the error stays.
+        (:class:`components.envs.tool_functions.ToolFunctions`). A ValueError is how a tool says no:
+        the agent reads its text. Look before you change the state, for what was changed before the
+        error stays.
         """
         ...
 
