@@ -26,9 +26,11 @@ def write_library(directory: Path) -> None:
     """The files of "From tau2 to your own tools", named as the page says."""
     for name in ("library", "library_more"):
         (directory / f"{name}.py").write_text(EXAMPLES[name], encoding="utf-8")
+    (directory / "my").mkdir()
     for name, copied in (("library", "mock"), ("library_eval", "mock_eval")):
         config = edited(yaml.safe_load((ROOT / "configs" / f"{copied}.yaml").read_text()), name)
-        (directory / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        path = directory / "my" / f"{copied}.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def edited(config: Any, name: str) -> Any:
