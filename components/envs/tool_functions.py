@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +80,7 @@ class ToolFunctions:
                 json.dumps(call.arguments, default=dict), strict=True
             )
         except ValidationError as error:
-            wrong = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()
-            )
-            return f"{call.name}: {wrong}. It takes {tool.takes}", True
+            return f"{call.name}: {_wrong(error)}. It takes {tool.takes}", True
         values = {name: getattr(given, name) for name in given.model_fields_set}
         try:
             result = tool.function(**values)
@@ -109,7 +107,13 @@ def _read(name: str, function: Callable[..., Any]) -> tuple[_Tool, ToolSpec]:
             default = ... if parameter.default is parameter.empty else parameter.default
             described = Field(default, description=of_argument.get(key))
             fields[key] = (parameter.annotation, described)
-        model = create_model("parameters", __config__=ConfigDict(extra="forbid"), **fields)
+        config = ConfigDict(extra="forbid", protected_namespaces=())
+        with warnings.catch_warnings():
+            # An argument may be called copy or json as the methods of a pydantic model are.
+            warnings.filterwarnings(
+                "ignore", message=".*shadows an attribute", category=UserWarning
+            )
+            model = create_model("parameters", __config__=config, **fields)
         schema: Mapping[str, Any] = model.model_json_schema()
     except (NameError, TypeError, PydanticUserError) as error:
         raise ValueError(f"tools: {name}: its arguments cannot be described: {error}") from error
@@ -124,6 +128,13 @@ def _check_parameter(name: str, parameter: inspect.Parameter) -> None:
         raise ValueError(f"tools: {name}: {parameter} cannot be named in a call")
     if parameter.annotation is parameter.empty:
         raise ValueError(f"tools: {name}: argument {parameter.name} has no type, e.g. str")
+
+
+def _wrong(error: Any) -> str:
+    """What a pydantic ValidationError says; three of its errors, for there may be thousands."""
+    found = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()]
+    more = [f"and {len(found) - 3} more"] if len(found) > 3 else []
+    return "; ".join([*found[:3], *more])
 
 
 def _text(name: str, result: Any) -> str:

@@ -4,6 +4,7 @@ import datetime
 import enum
 import json
 import random
+import warnings
 from dataclasses import replace
 from typing import Literal
 
@@ -363,10 +364,31 @@ def test_arguments_reach_the_function_as_its_types():
     arguments = {"item": "tea", "size": "large", "counts": [1, 2], "day": "2024-02-29"}
     reply = tools.call(ToolCall(name="order", arguments=arguments, id="x"))
     assert (reply.content, reply.error) == ("tea LARGE 3 red 2024", False)
+    many = tools.call(ToolCall(name="order", arguments=arguments | {"counts": ["1"] * 9})).content
+    assert "counts.2: Input should be a valid integer; and 6 more. It takes (item: str" in many
     for wrong in ({"size": "huge"}, {"counts": [1, "2"]}, {"colour": "green"}, {"day": "soon"}):
         reply = tools.call(ToolCall(name="order", arguments=arguments | wrong))
         assert reply.error
         assert f"order: {next(iter(wrong))}" in reply.content
+
+
+def test_names_that_pydantic_has_itself_are_arguments_like_others():
+    def send(copy: float, json: bool = False) -> list:
+        """Send."""
+        return [copy, json]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tools = ToolFunctions([send])
+    reply = tools.call(ToolCall(name="send", arguments={"json": True, "copy": 2}))
+    assert (json.loads(reply.content), reply.error) == ([2, True], False)
+
+
+def test_half_a_character_is_a_mistake_of_the_agent(env):
+    env.reset(options={"task_id": "pay-4"})
+    *_, info = env.step(calls(("balance", {"name": "\ud800"})))
+    assert info["messages"][0].error
+    assert "balance: arguments: Invalid JSON" in info["messages"][0].content
 
 
 def test_annotations_may_be_strings():
