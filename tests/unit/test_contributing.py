@@ -307,6 +307,7 @@ def test_the_configs_of_the_desk_fit_the_recipes(library):
         "train": ["lend-dune", "return-emma", "lend-atlas"],
         "test": ["lend-walden", "lend-emma"],
     }
+    assert not trained.warm_start.use_cache  # it would not see a change of library.py
     evaluated = checked("library_eval", copied="mock_eval", recipe=eval_agentic)
     assert isinstance(instantiate(evaluated.env), ToolEnv)
     assert evaluated.dataset.split == "test"
