@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from components.envs.base import Reward, Trajectory
+from components.envs.tool_game import FinalState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +48,13 @@ class EqualOnRank:
         if int(os.environ["RANK"]) == self.rank:
             return Constant(value=0.0)(trajectory)  # as that of a rollout that is cut
         return TextHash(levels=self.levels)(trajectory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashBesideState:
+    """Value of ``TextHash``, breakdown of ``FinalState`` by which demonstrations are kept."""
+
+    def __call__(self, trajectory: Trajectory) -> Reward:
+        return Reward(
+            value=TextHash()(trajectory).value, breakdown=FinalState()(trajectory).breakdown
+        )

@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
+import gymnasium
 import pytest
 import torch
-import yaml
 
 from components.attention.plan import MaskPlan
+from components.data.demonstrations import collect, demonstrate
 from components.envs.base import Message, ToolCall
 from components.envs.check import check_env
+from components.envs.tool_game import FinalState
+from components.envs.tools import ToolEnv
 from components.rl.importance import mismatch
 from components.rollout.agent_loop import Limits, run_episode
 from components.rollout.types import Rollout
 from components.training.component import check_component
-from components.training.config import load_config, validate
+from components.training.config import instantiate, load_config, validate
 from components.training.update import UpdateTotals
+from tests.contributing import CONFIGS, EXAMPLES, PAGE, ROOT, edited, write_library
 from tests.unit.models import tiny
 from tests.unit.rollout.fakes import FakeEngine, make_renderer, spec
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-NAMES = ("environment", "tasks", "model", "loss")
-MAX_LINES = 40
-
-
-def fenced(kind: str, language: str) -> dict[str, str]:
-    """The fenced blocks that stand below ``<!-- kind: NAME -->``, by name."""
-    pattern = rf"^<!-- {kind}: (\w+) -->\n```{language}\n(.*?)^```$"
-    return dict(re.findall(pattern, PAGE, flags=re.MULTILINE | re.DOTALL))
-
-
-EXAMPLES = fenced("example", "python")
-CONFIGS = fenced("config", "yaml")
+OF_MY_PACKAGE = ("environment", "tasks", "model", "loss")
+OF_THE_LIBRARY = ("library", "library_more")
+NAMES = ("environment", "tasks", *OF_THE_LIBRARY, "model", "loss")
+MAX_LINES = {"library": 60}
+"""A game with its tasks is longer than the 40 lines of the others."""
 
 
 def lines_of_code(source: str) -> int:
@@ -58,9 +54,10 @@ def lines_of_code(source: str) -> int:
 
 @pytest.fixture
 def my_package(tmp_path, monkeypatch) -> ModuleType:
-    """One importable module with all examples, as the page has it."""
+    """One importable module with the examples that stand in one, as the page has it."""
     path = tmp_path / "my_package.py"
-    path.write_text("\n\n".join(EXAMPLES.values()), encoding="utf-8")
+    source = "\n\n".join(EXAMPLES[name] for name in OF_MY_PACKAGE)
+    path.write_text(source, encoding="utf-8")
     loader = importlib.util.spec_from_file_location("my_package", path)
     assert loader is not None
     assert loader.loader is not None
@@ -76,13 +73,13 @@ def my_package(tmp_path, monkeypatch) -> ModuleType:
 def test_every_example_is_found():
     assert tuple(EXAMPLES) == NAMES
     assert PAGE.count("<!-- example:") == len(EXAMPLES)
-    assert tuple(CONFIGS) == ("environment", "model", "loss")
+    assert tuple(CONFIGS) == ("environment", "library", "library_eval", "model", "loss")
     assert PAGE.count("<!-- config:") == len(CONFIGS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_are_short(name):
-    assert 0 < lines_of_code(EXAMPLES[name]) <= MAX_LINES
+    assert 0 < lines_of_code(EXAMPLES[name]) <= MAX_LINES.get(name, 40)
 
 
 def test_lines_of_code_are_counted():
@@ -104,20 +101,24 @@ def test_examples_stand_alone_in_the_project_style(name):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_configs_of_the_page_fit_the_recipe(my_package):
-    from recipes.grpo_agentic import SCHEMA, check
+def checked(name, *, copied, recipe):
+    """The copy of a shipped config with the keys of the page, checked as the recipe does."""
+    cfg = edited(load_config(ROOT / "configs" / f"{copied}.yaml"), name)
+    return validate(cfg, recipe.SCHEMA, check=recipe.check)
 
-    cfg = load_config(ROOT / "configs" / "mock.yaml")
-    for text in CONFIGS.values():
-        for key, value in yaml.safe_load(text).items():
-            if isinstance(value, dict) and "_component_" not in value:
-                cfg[key] = {**cfg[key], **value}
-            else:
-                cfg[key] = value
-    checked = validate(cfg, SCHEMA, check=check)
-    assert checked.env["_component_"] == "my_package.SumEnv"
-    assert checked.warm_start.num_steps == 0
-    assert checked.eval is None
+
+def test_the_configs_of_the_page_fit_the_recipe(my_package):
+    from recipes import grpo_agentic
+
+    found = {
+        name: checked(name, copied="mock", recipe=grpo_agentic)
+        for name in ("environment", "model", "loss")
+    }
+    assert found["environment"].env["_component_"] == "my_package.SumEnv"
+    assert found["environment"].warm_start.num_steps == 0
+    assert found["environment"].eval is None
+    assert found["model"].model.window == 1024
+    assert found["loss"].loss["_component_"] == "my_package.Reinforce"
 
 
 # ---------------------------------------------------------------- add an environment
@@ -192,6 +193,150 @@ def test_the_tasks_are_drawn_by_the_loader(my_package):
     drawn = next(iter(task_loader(tasks, tasks_per_step=3, seed=0)))
     assert len({task.id for task in drawn}) == 3
     assert all(task in tasks.tasks for task in drawn)
+
+
+# ---------------------------------------------------------------- from tau2 to your own tools
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch) -> ModuleType:
+    """The modules ``library`` and ``library_more``, importable as the page says."""
+    write_library(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in OF_THE_LIBRARY:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("library")
+    gymnasium.registry.pop("library-desk-v0")
+
+
+def desk(library: ModuleType) -> ToolEnv:
+    return ToolEnv(game=library.LibraryDesk(), checker=FinalState())
+
+
+def use(name: str, **arguments: object) -> Message:
+    return Message(role="assistant", tool_calls=(ToolCall(name=name, arguments=arguments),))
+
+
+def ended(env: ToolEnv, task_id: str, *turns: str | Message) -> tuple[list[str], dict]:
+    """The texts that came back, and info at the end, to which the last turn must lead."""
+    _, info = env.reset(seed=0, options={"task_id": task_id})
+    heard = [message.content for message in info["messages"]]
+    for number, turn in enumerate(turns, start=1):
+        *_, over, _, info = env.step(turn)
+        heard += [message.content for message in info["messages"]]
+        assert over == (number == len(turns))
+    return heard, info
+
+
+LEND = use("lend_book", title="Dune", card=17)
+ATLAS = use("lend_book", title="Atlas", card=17)
+WHICH = "What is the number of your card?"
+
+
+@pytest.mark.parametrize(
+    ("task_id", "turns", "reward"),
+    [
+        ("lend-dune", (WHICH, LEND, "Done."), 1.0),
+        ("lend-dune", (WHICH, use("lend_book", title="Dune", card="17"), LEND, "Done."), 1.0),
+        ("lend-dune", (LEND, use("return_book", title="Dune"), "Done."), 0.0),
+        ("lend-dune", (use("lend_book", title="Dune", card=18), "Done."), 0.0),
+        ("lend-dune", (LEND, use("lend_book", title="Walden", card=17), "Done."), 0.0),
+        ("lend-dune", ("Done.",), 0.0),
+        ("return-emma", (use("return_book", title="Emma"), "Done."), 1.0),
+        ("lend-atlas", ("I am sorry.",), 1.0),
+        ("lend-atlas", (WHICH, ATLAS, "Done."), 0.0),
+        ("lend-emma", (use("lend_book", title="Emma", card=52), "I am sorry."), 1.0),
+        ("lend-walden", (use("lend_book", title="Walden", card=52), "Done."), 1.0),
+    ],
+)
+def test_the_desk_is_scored_by_its_books(library, task_id, turns, reward):
+    heard, info = ended(desk(library), task_id, *turns)
+    assert info["reward"].breakdown == {"official": reward, "strict": reward}
+    assert heard[-1] == "Thank you. Goodbye."
+    assert ("It is 17." in heard) == (WHICH in turns)  # the card is told when it is asked for
+    assert "17" not in heard[0]
+
+
+def test_what_the_agent_of_the_desk_reads(library):
+    env = desk(library)
+    _, info = env.reset(seed=0, options={"task_id": "lend-dune"})
+    assert "The Atlas is never lent." in info["system_prompt"]
+    assert [tool.name for tool in info["tools"]] == ["find_book", "lend_book", "return_book"]
+    lend = info["tools"][1]
+    assert lend.description == "Lend a book that is on the shelf."
+    assert lend.parameters["properties"]["card"]["type"] == "integer"
+    assert lend.parameters["properties"]["card"]["description"] == "number of the reader's card."
+    turns = (use("find_book", title="Emma"), use("lend_book", title="Emma", card=1), "Sorry.")
+    heard, info = ended(env, "lend-emma", *turns)
+    assert heard[1:3] == ['{"title": "Emma", "lent_to": 31}', "Error: Emma is lent already"]
+    assert info["trajectory"].num_tool_errors == 1
+    heard, _ = ended(env, "lend-dune", use("find_book", title="Ulysses"), "Sorry.")
+    assert heard[1] == "Error: there is no book 'Ulysses', only Dune, Emma, Atlas, Walden"
+
+
+def test_the_desk_passes_the_checks_as_the_page_calls_them(library):
+    (command,) = re.findall(r"^python (tools/check_env.py library.*)$", PAGE, flags=re.MULTILINE)
+    tool, *arguments = shlex.split(command)
+    done = subprocess.run(
+        [sys.executable, ROOT / tool, *arguments],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" passes") == 2
+
+
+@pytest.mark.parametrize("name", ["lend-dune", "return-emma", "lend-atlas", "lend-walden"])
+def test_the_desk_keeps_the_promises_in_every_kind_of_episode(library, name):
+    turns = (WHICH, LEND, use("nothing"), use("lend_book"), ATLAS, "Goodbye.")
+    check_env(desk(library), task_id=name, turns=turns)
+
+
+def test_the_configs_of_the_desk_fit_the_recipes(library):
+    from recipes import eval_agentic, grpo_agentic
+
+    trained = checked("library", copied="mock", recipe=grpo_agentic)
+    tasks = {
+        cfg.split: [task.id for task in instantiate(cfg).tasks]
+        for cfg in (trained.dataset, trained.eval.dataset)
+    }
+    assert tasks == {
+        "train": ["lend-dune", "return-emma", "lend-atlas"],
+        "test": ["lend-walden", "lend-emma"],
+    }
+    assert not trained.warm_start.use_cache  # it would not see a change of library.py
+    evaluated = checked("library_eval", copied="mock_eval", recipe=eval_agentic)
+    assert isinstance(instantiate(evaluated.env), ToolEnv)
+    assert evaluated.dataset.split == "test"
+
+
+def test_the_demonstrator_solves_every_task_of_the_desk(library):
+    from library_more import DeskOracle  # type: ignore[import-not-found]
+
+    orders = [spec(task_id) for task_id in library.REQUESTS]
+    made = collect(
+        orders,
+        play=lambda order: demonstrate(desk(library), DeskOracle(order), make_renderer(), order),
+        max_tokens=4000,
+    )
+    assert [rollout.spec for rollout in made.rollouts] == orders
+    asked = {
+        r.spec.task_id for r in made.rollouts if any(m["content"] == WHICH for m in r.messages)
+    }
+    assert asked == {"lend-dune", "lend-walden"}
+    assert all(rollout.stats["tool_errors"] == 0 for rollout in made.rollouts)
+
+
+def test_the_other_checker_of_the_desk(library):
+    from library_more import FewErrors  # type: ignore[import-not-found]
+
+    env = ToolEnv(game=library.LibraryDesk(), checker=FewErrors())
+    _, info = ended(env, "lend-dune", use("nothing"), use("lend_book"), LEND, "Done.")
+    assert info["reward"].value == pytest.approx(0.8)
+    assert info["reward"].breakdown == {"official": 1.0, "strict": 1.0}
 
 
 # ---------------------------------------------------------------- add a model
