@@ -131,9 +131,13 @@ class VllmServer:
         """Start it and wait until it is healthy.
 
         Raises:
-            RuntimeError: it ended, or was not healthy in time; the end of its log is in the text.
+            RuntimeError: the port is taken, or it ended, or was not healthy in time; the end of its
+                log is in the text.
         """
         assert self._process is None, "it runs already"
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, self.port)) == 0:
+                raise RuntimeError(f"port = {self.port}: another server listens there")
         inherited = {k: v for k, v in os.environ.items() if k not in REMOVED}
         command = [*self.command, "--model", str(self.directory), "--host", HOST]
         command += ["--port", str(self.port), "--served-model-name", self.model]

@@ -271,9 +271,11 @@ def _norm(norm: nn.Module) -> Map:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    if type(layer) is not TransformerSelfAttentionLayer or layer._forward_hooks:
+    if type(layer) is not TransformerSelfAttentionLayer:
         return False
     attn = layer.attn
+    if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, attn, layer.mlp)):
+        return False
     if type(attn) is TuneAttention:
         return attn.softcap is None and not attn.cache_enabled and attn.attn_dropout == 0.0
     return type(attn) is SinkAttention and attn.softcap is None

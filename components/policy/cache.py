@@ -2,9 +2,9 @@
 
 A rollout's cache has two parts: a *shared prefix* (the system turn, computed once per weight
 version and kept once for all rollouts that start with it) and its *own* tokens, a row of a pool.
-Prefill attends over the two parts apart and merges them by their LSE; a decode step puts the scores
-of both into one softmax. Of either part, layers with a sliding window keep only what a token to
-come can see (see spans.py).
+Prefill attends over the two parts apart and merges them by their LSE, or, like a decode step, puts
+the scores of both into one softmax (see dense.py). Of either part, layers with a sliding window
+keep only what a token to come can see (see spans.py).
 
 Suffixes: ``K`` key heads, ``H`` head dim, ``T`` new tokens, ``R`` rows of the pool, ``J`` blocks of
 a row, ``P`` tokens of a block, ``S`` tokens of a shared prefix.
@@ -22,7 +22,7 @@ from torch import Tensor
 from components.policy.spans import Kept, Span, Spans, keep, num_blocks, runs, slots
 
 BLOCK = 128
-"""Tokens P of a block: half of it is wasted per rollout, and many small blocks cost more calls."""
+"""Tokens P of a block, by which a pool grows: many small ones cost more calls."""
 
 
 class SharedPrefix:

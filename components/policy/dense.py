@@ -18,11 +18,22 @@ from components.policy.shared import lowest
 
 SCORES = 1 << 21
 """Most scores of one product: 4 MiB, which stay in the cache between the three steps."""
+LEAST_QUERIES = 32
+"""Of a block: each reads all keys and values."""
 
 
-def takes(q: Tensor, *, sinks: Tensor | None) -> bool:
-    """Whether these queries are served here faster than by the flash kernel."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and sinks is None
+def takes(q: Tensor, *, num_keys: int, sinks: Tensor | None) -> bool:
+    """Whether these queries are served here faster than by the flash kernel.
+
+    Args:
+        q: ``[1, N, T, H]``.
+        num_keys: of the query that sees the most.
+        sinks: of the layer.
+    """
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or sinks is not None:
+        return False
+    fits = SCORES // (q.shape[1] * num_keys) >= LEAST_QUERIES
+    return fits and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class DenseRows:

@@ -37,7 +37,8 @@ class LocalEngine:
     Each request's random numbers depend on its seed alone. With ``deterministic`` so do its tokens,
     on a CPU in fp32: alone or beside others, they are the same, and their log-probabilities are
     within 1e-5. In bf16 the products of rollouts that share a prefix with some of the batch only,
-    and those of experts, may round otherwise. The same calls give the same tokens in any case.
+    and those of experts, may round otherwise. On a CPU the same calls give the same tokens in any
+    case. A call returns when all its turns have ended.
 
     Args:
         model: shared with the trainer; its weights may change in place between syncs.
@@ -99,6 +100,7 @@ class LocalEngine:
         )
         self.policy_version = policy_version
         self.stats = EngineStats()
+        self._told = 0
         self._model = model
         self._forward = Forward(model, num_rows=max_batch_size, pack_weights=pack_weights)
         self._max_tokens = max_tokens
@@ -123,12 +125,14 @@ class LocalEngine:
             policy_version: of the weights that the model has now.
 
         Returns:
-            No metrics: there is nothing to move.
+            With ``max_kv_gib``, ``engine/forgotten``: rollouts whose caches have made room for
+            others since the last sync, and were computed anew if they came back.
         """
         self._reset()
         self._forward.drop()
         self.policy_version = policy_version
-        return {}
+        forgotten, self._told = self.stats.forgotten - self._told, self.stats.forgotten
+        return {} if self._max_kv_bytes is None else {"engine/forgotten": float(forgotten)}
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Free what is kept for these rollouts; ids that are not known are passed over."""
@@ -241,8 +245,9 @@ class LocalEngine:
         return Turn(index=index, request=request, cache=cache, draws=draws)
 
     def _shared_prefix(self, ids: tuple[int, ...]) -> SharedPrefix:
-        shared = self._store.shared.get(ids)
+        shared = self._store.shared.pop(ids, None)
         if shared is not None:
+            self._store.shared[ids] = shared  # the last in their order: just used
             return shared
         shared = SharedPrefix(ids, spans=self._sizes.spans)
         for start in range(0, len(ids), self._prefill_chunk):

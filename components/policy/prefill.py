@@ -119,6 +119,10 @@ class PrefillPass:
         self._segments = segments
         self._calls: dict[tuple[int | None, int], list[_Call]] = {}
         self._dense = DenseRows()
+        self._longest = max(
+            last - first + start + (0 if prefix is None else len(prefix))
+            for first, last, _, start, prefix in segments
+        )
         self._writes: dict[Span | None, _Writes] = {}
         self._stops: dict[int, int] = {}  # tokens that each source held before this pass
         for _, _, store, start, prefix in segments:
@@ -140,7 +144,7 @@ class PrefillPass:
     ) -> Tensor:
         """See ``components.attention.sink_attention.Attend``; the batch is one row."""
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        if window is None and takes(q, sinks=sinks):
+        if window is None and takes(q, num_keys=self._longest, sinks=sinks):
             out = self._attend_dense(layer, q, k, v, scale=factor)
             self._write(layer, k[0], v[0], None)
             return out

@@ -9,6 +9,10 @@ from components.policy.cache import RolloutCache, RowPool, SharedPrefix
 from components.policy.spans import KvSizes
 from components.rollout.types import SampleRequest
 
+IDLE_PREFIXES = 4
+"""Shared prefixes that are kept though no rollout has them: the next ones begin with them, too,
+where all tasks have one system prompt. Where each has its own they would pile up."""
+
 
 class CacheStore:
     """The caches of the rollouts and the prefixes they share, within a limit.
@@ -34,6 +38,10 @@ class CacheStore:
             cache = self.caches.pop(rollout_id, None)
             if cache is not None:
                 self.pool.release(cache.row)
+        used = {id(cache.shared) for cache in self.caches.values()}
+        idle = [ids for ids, shared in self.shared.items() if id(shared) not in used]
+        for ids in idle[:-IDLE_PREFIXES]:
+            del self.shared[ids]
 
     def num_bytes(self) -> int:
         """Memory of all keys and values, shared prefixes included."""

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from components.policy.engine import EngineError
 from components.policy.vllm_server import Refused, Unavailable, VLLMServer
 
-_DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+_DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.32 or newer)"
 _RUNTIME_LORA = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 
 
@@ -64,7 +64,8 @@ async def check_server(
             f"tokens; start it with --max-model-len {max_tokens} or more"
         )
     await _reach(server, "/weight_info", _DEV_MODE)
-    await _reach(server, "/collective_rpc", _DEV_MODE)
+    for path in ("/collective_rpc", "/update_weight_version", "/reset_prefix_cache"):
+        await _reach(server, path, _DEV_MODE)
     await _generates(server, vocab_size)
     await _config(server, max_tokens, lora_rank)
     if lora_rank is not None:

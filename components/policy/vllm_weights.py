@@ -62,9 +62,14 @@ class WeightFiles:
     ) -> None:
         self.weights: Weights = weights
         self._model = model
-        if sync_dir is not None:
-            Path(sync_dir).mkdir(parents=True, exist_ok=True)
-        self._root = Path(tempfile.mkdtemp(prefix=f"sinkflex-{name}-", dir=sync_dir)).absolute()
+        try:
+            if sync_dir is not None:
+                Path(sync_dir).mkdir(parents=True, exist_ok=True)
+            self._root = Path(tempfile.mkdtemp(prefix=f"sinkflex-{name}-", dir=sync_dir)).absolute()
+        except OSError as error:
+            raise ValueError(
+                f"engine.sync_dir = {sync_dir}: must be a folder that can be written to: {error}"
+            ) from error
         self._root.chmod(0o755)  # servers may run as somebody else
         self._written: Path | None = None
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
@@ -92,6 +97,8 @@ class WeightFiles:
             directory.mkdir()
             file = directory / "model.safetensors"
             save_file(hf_state(self._model), file, metadata={"format": "pt"})
-            file.chmod(0o644)  # safetensors makes it private
+        directory.chmod(0o755)
+        for file in directory.iterdir():
+            file.chmod(0o644)
         self._written = directory
         return directory

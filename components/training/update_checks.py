@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ def update_options(cfg: Mapping[str, Any]) -> list[str]:
             f"tokens_per_batch = {tokens}: the rollouts of a step have {most} tokens at most "
             "(tasks_per_step x rollout.group_size x rollout.max_tokens); must not be more"
         )
-    return problems + _stale_options(cfg) + _without_baseline(cfg)
+    return problems + _stale_options(cfg) + _stale_ranks(cfg) + _without_baseline(cfg)
 
 
 def _stale_options(cfg: Mapping[str, Any]) -> list[str]:
@@ -50,6 +51,27 @@ def _stale_options(cfg: Mapping[str, Any]) -> list[str]:
         f"guards.mismatch: with ratio = generator and rollout.max_staleness = {stale} the mismatch "
         "contains what the policy has moved since it sampled; must be null, or ratio = proximal"
     ]
+
+
+def _stale_ranks(cfg: Mapping[str, Any]) -> list[str]:
+    """What several ranks cannot do while a thread of each samples ahead."""
+    ranks, stale = int(os.environ.get("WORLD_SIZE", "1")), at(cfg, "rollout.max_staleness")
+    problems = []
+    if ranks == 1 or not stale:
+        return problems
+    if refills := at(cfg, "dynamic_sampling.max_refills"):
+        problems.append(
+            f"dynamic_sampling.max_refills = {refills}: with {ranks} ranks and "
+            f"rollout.max_staleness = {stale} it must be 0: the ranks would have to agree on "
+            "refills while they train"
+        )
+    if stale > 1 and cfg["ratio"] == "proximal":
+        problems.append(
+            f"rollout.max_staleness = {stale}: must be at most 1 with {ranks} ranks and ratio = "
+            "proximal, which computes with the weights that sampled a batch: the ranks together, "
+            "but with more than 1 each may have sampled with others"
+        )
+    return problems
 
 
 def engine_apart(cfg: Mapping[str, Any]) -> bool:

@@ -37,6 +37,7 @@ WHAT_LOGS = {
         "components/rollout/stats.py",
         "components/rollout/evaluation.py",
         "components/policy/vllm.py",
+        "components/policy/local.py",
     ),
     "sft_agentic": (
         "recipes/sft_agentic.py",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from components.policy import dense
-from components.policy.dense import DenseRows
+from components.policy.dense import DenseRows, takes
 
 
 def oracle(q, keys, values, *, scale):
@@ -47,6 +47,15 @@ def test_a_query_never_sees_what_comes_after_it(monkeypatch):
     after = DenseRows().attend(q, keys, values, scale=0.25)
     assert torch.equal(before[:, :6], after[:, :6])  # queries 0 to 5 see keys up to 13
     assert not torch.equal(before[:, 6:], after[:, 6:])
+
+
+def test_long_contexts_and_other_layers_are_left_to_the_flash_kernel():
+    q = torch.zeros(1, 16, 3, 8, dtype=torch.bfloat16)
+    here = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert takes(q, num_keys=4096, sinks=None) is here
+    assert not takes(q, num_keys=4097, sinks=None)  # 31 queries at a time would read all keys
+    assert not takes(q, num_keys=10, sinks=torch.zeros(16))
+    assert not takes(q.float(), num_keys=10, sinks=None)
 
 
 def test_it_is_not_much_less_exact_than_the_flash_kernel():

@@ -108,11 +108,13 @@ def test_logprobs_equal_a_plain_forward(kind, prefill_chunk, monkeypatch):
         rollout.check(model, 1e-5)
 
 
-def test_bfloat16_stays_close():
-    exact = tiny_model("all")
-    model = tiny_model("all").to(torch.bfloat16)
+@pytest.mark.parametrize("settings", [{}, {"prefill_chunk": 9, "deterministic": False}])
+@pytest.mark.parametrize("kind", ["all", "plain", "window"])
+def test_bfloat16_stays_close(kind, settings):
+    exact = tiny_model(kind)
+    model = tiny_model(kind).to(torch.bfloat16)
     exact.load_state_dict(model.state_dict())
-    for rollout in talk(engine_of(model), turns=2):
+    for rollout in talk(engine_of(model, **settings), turns=2):
         rollout.check(exact, 0.25)
         # and no further off than a plain forward in bfloat16
         for length, ids, logprobs in rollout.turns:
@@ -270,6 +272,22 @@ def test_release_frees_memory_and_rows_are_reused():
     assert engine.cache_bytes() == 2 * 3 * 16 * 2 * 16 * 4
     engine.sync(1)
     assert engine.cache_bytes() == 0
+
+
+def test_prefixes_that_nobody_has_do_not_pile_up():
+    engine = engine_of(tiny_model())
+    prefix = 3 * 16 * 2 * 2 * 16 * 4  # 16 tokens of 3 layers, keys and values of 2 heads of 16
+    for number in range(30):
+        system = some_ids(number, 16)
+        engine.generate([request("a", [*system, 1], shared_len=16, max_new_tokens=1)])
+        engine.release(["a"])
+        assert engine.cache_bytes() <= 4 * prefix
+    before = engine.stats.shared_tokens
+    for number in (28, 26, 28):  # one of the last four is still there, one that was used is kept
+        system = some_ids(number, 16)
+        engine.generate([request("a", [*system, 1], shared_len=16, max_new_tokens=1)])
+        engine.release(["a"])
+    assert engine.stats.shared_tokens == before
 
 
 def test_a_released_rollout_starts_anew():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -399,6 +401,8 @@ def refuses(model: Any, server: FakeVLLM, match: str, **settings: Any) -> None:
     [
         ("/weight_info", "VLLM_SERVER_DEV_MODE=1"),
         (RELOAD, "VLLM_SERVER_DEV_MODE=1"),
+        ("/update_weight_version", r"VLLM_SERVER_DEV_MODE=1.*vLLM 0\.32"),
+        ("/reset_prefix_cache", "VLLM_SERVER_DEV_MODE=1"),
         ("/server_info", "VLLM_SERVER_DEV_MODE=1"),
         (GENERATE, "--enable-scale-out"),
         (LOAD_LORA, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
@@ -502,6 +506,31 @@ def test_nobody_there_and_not_vllm(directory, server):
 )
 def test_settings(settings, match, directory, server):
     refuses(full_model(directory), server, match, **settings)
+
+
+@pytest.mark.parametrize("make_model", [full_model, lora_model])
+def test_files_can_be_read_by_a_server_of_another_user(make_model, directory, server, tmp_path):
+    model = make_model(directory)
+    before = os.umask(0o077)
+    try:
+        engine = make(model, server, sync_dir=str(tmp_path / "shared"))
+    finally:
+        os.umask(before)
+    (folder,) = (tmp_path / "shared").iterdir()
+    (version,) = folder.iterdir()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, version)] == [0o755, 0o755]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in version.iterdir()} == {0o644}
+    del engine
+
+
+def test_a_folder_that_cannot_be_written_is_named(directory, server, tmp_path):
+    (tmp_path / "file").write_text("")
+    refuses(
+        full_model(directory),
+        server,
+        r"engine\.sync_dir = .*file/shared",
+        sync_dir=str(tmp_path / "file/shared"),
+    )
 
 
 def test_files_are_gone_with_the_engine(directory, server, tmp_path):

@@ -204,7 +204,8 @@ class Handler(BaseHTTPRequestHandler):
         fault = (server.faults.get(path) or [None]).pop(0)
         if fault is not None and fault(self):
             return
-        if self.command == "GET" and path in (GENERATE, RELOAD, LOAD_LORA):
+        posted = (GENERATE, RELOAD, LOAD_LORA, "/reset_prefix_cache", "/update_weight_version")
+        if self.command == "GET" and path in posted:
             self.reply({"detail": "Method Not Allowed"}, code=405)
         elif path == "/v1/models":
             card = {"id": "base", "parent": None, "max_model_len": server.context}

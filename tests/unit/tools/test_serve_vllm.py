@@ -90,6 +90,13 @@ def test_a_restart_keeps_the_port(stand_in, tmp_path):
         assert running.port == port
 
 
+def test_a_port_that_is_taken_is_not_ours(stand_in, tmp_path):
+    with server(stand_in, tmp_path) as running:
+        with pytest.raises(RuntimeError, match=rf"port = {running.port}: another server listens"):
+            server(stand_in, tmp_path, port=running.port).start()
+        assert running.healthy()
+
+
 def test_a_start_that_fails_says_why_and_leaves_nothing(stand_in, tmp_path):
     with pytest.raises(RuntimeError, match=r"exit code 1; the end of .*(?s:.*)no such model here"):
         server(stand_in, tmp_path, args=("--die", "1")).start()

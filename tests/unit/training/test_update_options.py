@@ -38,6 +38,25 @@ def test_the_default_is_the_papers_loss():
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.max_staleness=2"], "rollout.max_staleness = 2: must be at most 1 with 2 ranks"),
+        (
+            ["rollout.max_staleness=1", "dynamic_sampling.max_refills=2"],
+            "dynamic_sampling.max_refills = 2: with 2 ranks",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_ahead_of_training(overrides, message, monkeypatch):
+    overrides = [*overrides, "engine=components.policy.vllm.VLLMEngine", ADDRESSES]
+    config(*overrides)  # one rank can
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=message):
+        config(*overrides)
+    config(overrides[0].replace("2", "1"), *overrides[-2:])
+
+
 PAGE = (Path(__file__).parents[3] / "recipes/grpo_agentic.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("### Other losses")[2].partition("###")[0]
 RECIPES = {
