@@ -29,6 +29,7 @@ import argparse
 import hashlib
 import json
 import signal
+import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -223,8 +224,9 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
     recipe, config, settings = ARMS[arm]
     output_dir, limit_s = study.runs / f"{arm}_{seed}", 60 * study.minutes
     if recipe == "sft_agentic":
-        per_step = warm["train"]["step_s"]
-        steps = max(1, int(limit_s / (sum(per_step) / len(per_step))))
+        # The learning rate falls over the steps there is time for. The warm start took some of its
+        # steps beside other work, so their median; the time limit holds in any case.
+        steps = max(1, int(limit_s / statistics.median(warm["train"]["step_s"])))
         demonstrations = study.runs / "demonstrations"
         settings = {**settings, "num_steps": steps, "demonstrations__path": demonstrations}
     model = study.warm / f"step_{warm['step']}"
