@@ -315,7 +315,7 @@ def _summarise(study: Study) -> None:
         "sets": found,
         "same": results[0]["same"],
         "train": {f"{r['arm']}_{r['seed']}": r["train"] for r in results if "train" in r},
-        "command": "python tools/learning_study.py",
+        "command": f"python tools/learning_study.py --minutes {study.minutes:g}",
     }
     write_text(study.results.with_suffix(".json"), json.dumps(whole, indent=2) + "\n")
     for name, of_set in found.items():
