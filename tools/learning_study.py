@@ -29,6 +29,7 @@ import argparse
 import hashlib
 import json
 import signal
+import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -223,8 +224,9 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
     recipe, config, settings = ARMS[arm]
     output_dir, limit_s = study.runs / f"{arm}_{seed}", 60 * study.minutes
     if recipe == "sft_agentic":
-        per_step = warm["train"]["step_s"]
-        steps = max(1, int(limit_s / (sum(per_step) / len(per_step))))
+        # The learning rate falls over the steps there is time for. The warm start took some of its
+        # steps beside other work, so their median; the time limit holds in any case.
+        steps = max(1, int(limit_s / statistics.median(warm["train"]["step_s"])))
         demonstrations = study.runs / "demonstrations"
         settings = {**settings, "num_steps": steps, "demonstrations__path": demonstrations}
     model = study.warm / f"step_{warm['step']}"
@@ -313,7 +315,7 @@ def _summarise(study: Study) -> None:
         "sets": found,
         "same": results[0]["same"],
         "train": {f"{r['arm']}_{r['seed']}": r["train"] for r in results if "train" in r},
-        "command": "python tools/learning_study.py",
+        "command": f"python tools/learning_study.py --minutes {study.minutes:g}",
     }
     write_text(study.results.with_suffix(".json"), json.dumps(whole, indent=2) + "\n")
     for name, of_set in found.items():
