@@ -47,7 +47,13 @@ ARMS: Mapping[str, tuple[str, str, dict[str, object]]] = {
     "sft": (
         "sft_agentic",
         SFT,
-        {"save_every": 20, "checkpoints__keep_last": 1, "checkpoints__exports": "kept"},
+        # The warm start has seen any task that it would hold out.
+        {
+            "save_every": 20,
+            "held_out_frac": 0,
+            "checkpoints__keep_last": 1,
+            "checkpoints__exports": "kept",
+        },
     ),
     "reinforce": (
         "grpo_agentic",
@@ -60,7 +66,7 @@ SETS = {"held_out": "dialogue_held_out:1:32", "official": "official"}
 VALIDATION = "dialogue_held_out:2:32"
 LOW, HIGH = 0.3, 0.6
 CURVE = (
-    *("reward/mean", "reward/strict_mean", "loss/total", "loss/held_out", "policy/entropy"),
+    *("reward/mean", "reward/strict_mean", "loss/total", "policy/entropy"),
     *("mismatch/kl", "group/zero_std_frac", "train/grad_norm", "train/lr", "rollout/turns"),
     *("rollout/sampled_tokens", "rollout/error_frac", "tool/error_frac", "time/step_s"),
 )
@@ -91,12 +97,40 @@ class Study:
         """Where the result of an arm and seed is written."""
         return self.results / f"{arm}_{seed}.json"
 
-    def launch(self, command: list[str], name: str, **watch: Any) -> dict[str, Any]:
-        """Run a command; its wall time, seconds."""
+    def launch(self, command: list[str], name: str, **watch: Any) -> None:
+        """Run a command; what it prints goes into ``runs/NAME.log``."""
         assert self.lock is not None
         print(f"{name}: {shown(command)}", flush=True)
-        wall_s = execute(command, log=self.runs / f"{name}.log", lock=self.lock, **watch)
-        return {"wall_s": round(wall_s, 1)}
+        execute(command, log=self.runs / f"{name}.log", lock=self.lock, **watch)
+
+    def same(self, warm_sha256: str) -> dict[str, Any]:
+        """What all results of one study have in common."""
+        return {
+            "warm_start": warm_sha256,
+            "minutes": self.minutes,
+            "trials": self.trials,
+            "tasks": SETS,
+            **self.surroundings(),
+        }
+
+    def surroundings(self) -> dict[str, Any]:
+        """What the length and the result of any run depend on beside its command."""
+        configs = {path: _digest(Path(path))[:16] for path in (GRPO, SFT, EVAL)}
+        return {"settings": list(self.settings), "configs": configs, "machine": machine()}
+
+    def check_begun(self, name: str, facts: dict[str, Any]) -> None:
+        """What ``runs/NAME`` holds is not taken for something else than it is.
+
+        Raises:
+            ValueError: it was begun with other facts, which are named.
+        """
+        path = self.runs / f"{name}.json"
+        if path.exists():
+            begun = json.loads(path.read_text(encoding="utf-8"))
+            _check_equal(f"{self.runs / name}", begun, facts, remedy="delete it to begin anew")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(facts, indent=1) + "\n")
 
     def recipe(self, recipe: str, config: str, output_dir: Path, **settings: Any) -> list[str]:
         """A ``tune run`` that begins, or goes on where its output_dir holds a run."""
@@ -120,11 +154,13 @@ def warm_start(study: Study) -> dict[str, Any]:
 
 def _warm_start(study: Study) -> dict[str, Any]:
     path = study.results / "warm_start.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    known: dict[str, Any] | None = None
+    if path.exists():
+        known = json.loads(path.read_text(encoding="utf-8"))
     if known is None or not _weights(study, known["step"]).exists():
         launched = _train_warm(study)
         if known is None:
-            known = _choose(study) | {"train": launched, "machine": machine()}
+            known = {**_choose(study), "train": launched, **study.surroundings()}
             known["sha256"] = _digest(_weights(study, known["step"]))
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(known, indent=2) + "\n")
@@ -135,6 +171,14 @@ def _warm_start(study: Study) -> dict[str, Any]:
             f"packages or settings? Delete {study.results} to start a study of its own"
         )
     return known
+
+
+def _check_equal(what: str, found: Any, wanted: Any, *, remedy: str) -> None:
+    wanted = json.loads(json.dumps(wanted))  # tuples are lists there
+    if found != wanted:
+        other = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
+        told = "; ".join(f"{k} = {found.get(k)!r}, now {wanted.get(k)!r}" for k in other)
+        raise ValueError(f"{what} was made with {told}; {remedy}")
 
 
 def _weights(study: Study, step: int) -> Path:
@@ -158,12 +202,9 @@ def _train_warm(study: Study) -> dict[str, Any]:
         model_dir=study.model,
         demonstrations__path=demonstrations,
     )
-    launched = study.launch(command, "warm")
-    return {
-        **_typed(command),
-        **launched,
-        "step_s": [round(s, 2) for s in step_seconds(study.warm)],
-    }
+    study.check_begun("warm", _typed(command) | study.surroundings())
+    study.launch(command, "warm")
+    return {**_typed(command), "step_s": [round(s, 2) for s in step_seconds(study.warm)]}
 
 
 def _choose(study: Study) -> dict[str, Any]:
@@ -193,7 +234,7 @@ def evaluate(
     study: Study, model: Path, output_dir: Path, *, tasks: str, seed: int, trials: int
 ) -> dict[str, Any]:
     """Evaluate a checkpoint with recipes/eval_agentic.py, or take what is there."""
-    path, launched = output_dir / "eval.json", {}
+    path, name = output_dir / "eval.json", str(output_dir.relative_to(study.runs))
     command = study.recipe(
         "eval_agentic",
         EVAL,
@@ -204,8 +245,10 @@ def evaluate(
         env__tasks=tasks,
         dataset__tasks=tasks,
     )
+    weights = {"weights": _digest(model / "model.safetensors")}
+    study.check_begun(name, _typed(command) | weights | study.surroundings())
     if not path.exists():
-        launched = study.launch(command, str(output_dir.relative_to(study.runs)))
+        study.launch(command, name)
     found = json.loads(path.read_text(encoding="utf-8"))
     metrics = found["metrics"]
     return {
@@ -215,7 +258,6 @@ def evaluate(
         "error_frac": metrics["eval/error_frac"],
         "tasks": {row["task_id"]: row["official"] for row in found["tasks"]},
         **_typed(command),
-        **launched,
     }
 
 
@@ -231,15 +273,16 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
         settings = {**settings, "num_steps": steps, "demonstrations__path": demonstrations}
     model = study.warm / f"step_{warm['step']}"
     command = study.recipe(recipe, config, output_dir, model_dir=model, seed=seed, **settings)
-    launched: dict[str, Any] = {}
+    study.check_begun(f"{arm}_{seed}", _typed(command) | study.same(warm["sha256"]))
     if not (is_over(step_seconds(output_dir), limit_s) and _last_model(output_dir).exists()):
-        launched = study.launch(command, f"{arm}_{seed}", run=output_dir, limit_s=limit_s)
+        study.launch(command, f"{arm}_{seed}", run=output_dir, limit_s=limit_s)
     if not _last_model(output_dir).exists():
         raise ValueError(f"{output_dir} ended without a checkpoint of its last step")
     seconds = step_seconds(output_dir)
+    if sum(seconds) < 0.9 * limit_s:
+        print(f"{arm}_{seed}: {sum(seconds):.0f} of {limit_s:.0f} s of training were used")
     return {
         **_typed(command),
-        **launched,
         "steps": len(seconds),
         "training_s": round(sum(seconds), 1),
     }
@@ -272,14 +315,7 @@ def one(study: Study, arm: str, seed: int) -> None:
     }
     versions = evals / "held_out/versions.json"
     result["versions"] = json.loads(versions.read_text(encoding="utf-8"))
-    result["same"] = {
-        "warm_start": warm["sha256"],
-        "minutes": study.minutes,
-        "trials": study.trials,
-        "tasks": SETS,
-        "settings": list(study.settings),
-    }
-    result["machine"] = machine()
+    result["same"] = study.same(warm["sha256"])
     study.results.mkdir(parents=True, exist_ok=True)
     write_text(study.result_file(arm, seed), json.dumps(result, indent=2) + "\n")
     if arm != BEFORE:
@@ -325,6 +361,18 @@ def _summarise(study: Study) -> None:
                 f"{entry['delta']:+.3f} [{entry['ci_low']:+.3f}, {entry['ci_high']:+.3f}]  "
                 f"seeds {entry['seeds']}"
             )
+
+
+def check_results(study: Study) -> None:
+    """The results that there are belong to this study: said before anything is computed.
+
+    Raises:
+        ValueError: one was made with other minutes, say.
+    """
+    for path in sorted(study.results.glob("*_[0-9]*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))["same"]
+        remedy = f"give the same, or another --results and --runs than {study.results}"
+        _check_equal(str(path), found, study.same(found["warm_start"]), remedy=remedy)
 
 
 def _do(study: Study, arm: str, seed: int, *, wait: bool) -> bool:
@@ -376,6 +424,7 @@ def main() -> int:
             model=args.model,
             settings=tuple(args.settings),
         )
+        check_results(study)
         if "warm_start" in (args.only or ()):
             warm_start(study)
         chosen = [jobs[name] for name in args.only or jobs if name in jobs]

@@ -82,7 +82,7 @@ def execute(
     lock: IO[str],
     run: Path | None = None,
     limit_s: float | None = None,
-) -> float:
+) -> None:
     """Run a command to its end, or stop a training run when its time is over.
 
     The time of a training run is that of its finished steps: neither imports and loading nor what
@@ -96,14 +96,11 @@ def execute(
         run: output_dir of the run to watch.
         limit_s: seconds of training.
 
-    Returns:
-        Wall time of this launch, seconds.
-
     Raises:
         ValueError: if it fails, with the end of what it printed.
         KeyboardInterrupt: after the command has come to a clean stop.
     """
-    start, stopping = time.monotonic(), False
+    stopping = False
     before = _written(run)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as output:
@@ -139,7 +136,6 @@ def execute(
             f"{shown(command)}\nended with code {process.returncode}; the end of {log}:\n"
             + "\n".join(end)
         )
-    return time.monotonic() - start
 
 
 def _written(run: Path | None) -> int:

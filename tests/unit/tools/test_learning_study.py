@@ -7,6 +7,7 @@ runs the recipes themselves.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def place(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "make_demonstrations.py").write_text(MAKE)
     (tmp_path / "stand_in.py").write_text(textwrap.dedent(STAND_IN))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "driver.py").write_text(DRIVER)
     return tmp_path
 
@@ -217,6 +219,24 @@ def test_another_warm_start_is_refused(place):
     weights.write_text("something else")
     _, err = run(place, "--only", "before_1", code=2)
     assert "is not the warm start of" in err
+
+
+def test_another_study_is_not_taken_for_this_one(place):
+    run(place, "--only", "before_0", "grpo_0")
+    _, err = run(place, "--only", "before_0", "--minutes", "3", code=2)
+    assert "before_0.json was made with minutes = 1.7, now 3.0; give the same" in err
+    _, err = run(place, "--set", "seed=1", code=2)
+    assert "settings = [], now ['seed=1']" in err
+    # Without its results the runs are still those of the other study.
+    shutil.rmtree(place / "recipes/results")
+    _, err = run(place, "--only", "grpo_0", "--minutes", "3", code=2)
+    assert "runs/mock_learn/grpo_0 was made with minutes = 1.7, now 3.0; delete it" in err
+    # An evaluation of other weights is not the one of these.
+    shutil.rmtree(place / "runs/mock_learn/grpo_0")
+    (place / "runs/mock_learn/grpo_0.json").unlink()
+    _, err = run(place, "--only", "grpo_0", "--minutes", "3", code=2)
+    assert "eval_grpo_0/held_out was made with command = " in err
+    assert "weights = " in err
 
 
 def test_a_failing_command_is_shown(place):
