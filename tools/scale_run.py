@@ -26,7 +26,7 @@ NOMINAL = Costs(prefill_token_s=1e-3, decode_step_s=1e-2)
 MEASURED = {
     "prefill_token_s": "fitted to the sampling times of {steps} steps",
     "decode_step_s": "fitted to the sampling times of {steps} steps",
-    "shared_tokens": "the common start of all prompts",
+    "shared_tokens": "the shortest prompt: the common start of all is not longer",
     "update_fixed_s": "fitted to the update times of {steps} steps",
     "update_token_s": "fitted to the update times of {steps} steps",
     "forward_token_s": "the probe's forward pass, mean of {steps} steps",
@@ -103,7 +103,8 @@ def read_run(directory: Path) -> Run:
             groups = records.setdefault(record["step"], {})
             groups.setdefault(record["spec"]["group"], []).append(record)
     played = [r for groups in records.values() for g in groups.values() for r in g if r["turns"]]
-    # All prompts begin with the domain's: the engine computes that once for each version.
+    # All prompts of a domain begin alike: the engine computes that once for each version. What
+    # is common to them is not recorded; the shortest prompt bounds it.
     shared = min((r["turns"][0]["start"] for r in played), default=1) - 1
     steps = []
     for row in rows:

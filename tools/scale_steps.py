@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from tools.scale_model import Costs, Episode, Played, play
 
@@ -17,9 +18,10 @@ class Timeline:
     """Some steps, one after the other."""
 
     step_s: list[float]
-    wait_s: list[float]
-    """Of the trainers for rollouts, per step."""
     update_s: list[float]
+    """Of the rank with the most tokens, which the others wait for."""
+    busy_s: list[float]
+    """Mean over the ranks of what each spends on its own tokens."""
     played: list[Played]
 
 
@@ -50,19 +52,20 @@ def train(
     if staleness not in (0, 1):
         raise ValueError(f"rollout.max_staleness = {staleness}: only 0 and 1 are simulated")
     played = [play(batch, costs, servers=servers, workers=workers) for batch in batches]
-    updates = []
+    updates, busy = [], []
     for batch in batches:
-        tokens = max(sum(episode.trained_tokens for episode in part) for part in batch)
-        fixed = costs.update_fixed_s if tokens else 0.0
+        tokens = [sum(episode.trained_tokens for episode in part) for part in batch]
+        fixed = costs.update_fixed_s if max(tokens) else 0.0
         stale = costs.forward_token_s if staleness and updates else 0.0
-        updates.append(fixed + (costs.update_token_s + stale) * tokens)
-    now, ready, steps, waits = 0.0, 0.0, [], []
+        of_ranks = [fixed + (costs.update_token_s + stale) * num for num in tokens]
+        updates.append(max(of_ranks))
+        busy.append(fmean(of_ranks))
+    now, ready, steps = 0.0, 0.0, []
     for number, (this, update) in enumerate(zip(played, updates, strict=True)):
         begin = now
         if staleness == 0 or number == 0:
             now = ready = now + this.seconds
         now = max(now, ready)
-        waits.append(now - begin)
         if staleness == 0:
             now += costs.sync_s
         else:  # the next batch begins, by the weights that the engine now has
@@ -70,4 +73,4 @@ def train(
             ready = now + (played[number + 1].seconds if number + 1 < len(played) else 0.0)
         now += update + costs.other_s
         steps.append(now - begin)
-    return Timeline(step_s=steps, wait_s=waits, update_s=updates, played=played)
+    return Timeline(step_s=steps, update_s=updates, busy_s=busy, played=played)

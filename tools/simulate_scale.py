@@ -66,7 +66,7 @@ def row_of(
     """A row of the table, of the steps after the first."""
     total, num = sum(found.step_s[1:]), len(found.step_s) - 1
     sampling = sum(p.server_busy_s for p in found.played[1:])
-    updating = sum(found.update_s[1:])
+    updating = sum(found.busy_s[1:])
     gpus = servers if shared else servers + ranks
     busy = sampling + updating if shared else (sampling * servers + updating * ranks) / gpus
     return {

@@ -104,6 +104,14 @@ def test_a_stale_batch_costs_another_forward_pass():
     assert found == [[6.0, 6.0, 6.0], [6.0, 8.0, 8.0]]  # the first is of the current weights
 
 
+def test_a_rank_without_rollouts_is_not_busy():
+    costs = Costs(prefill_token_s=0.0, decode_step_s=0.0, update_token_s=3.0)
+    batches = [[[episode((1, 1), trained=2.0)], [], [episode((1, 1), trained=1.0)], []]] * 2
+    found = train(batches, costs, servers=1, workers=1, staleness=0)
+    assert found.update_s == [6.0, 6.0]  # all wait for the first
+    assert found.busy_s == [pytest.approx((6 + 0 + 3 + 0) / 4)] * 2
+
+
 @pytest.mark.parametrize(
     ("played", "env", "update", "other", "staleness", "limit"),
     [
