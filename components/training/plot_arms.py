@@ -19,7 +19,7 @@ PANELS = (
     ("policy/entropy", "Entropy of the policy (nats per token)"),
     ("rollout/sampled_tokens", "Sampled tokens per rollout"),
 )
-_NOT_OF_THE_ARM = ("seed", "output_dir", "resume", "tensorboard")
+NOT_OF_THE_ARM = ("seed", "output_dir", "resume", "tensorboard")
 _MAX_NAMED = 2
 
 
@@ -56,7 +56,7 @@ def group_arms(runs: Sequence[Path]) -> list[Arm]:
     arms: dict[str, list[Path]] = {}
     for run in runs:
         config = configs[run]
-        own = {k: v for k, v in (config or {}).items() if k not in _NOT_OF_THE_ARM}
+        own = {k: v for k, v in (config or {}).items() if k not in NOT_OF_THE_ARM}
         key = str(run.resolve()) if config is None else repr(sorted(own.items(), key=str))
         arms.setdefault(key, []).append(run)
     for members in arms.values():
@@ -85,7 +85,7 @@ def _labels(configs: Sequence[Mapping[str, Any] | None], runs: Sequence[Path]) -
     differing = [
         key
         for key in keys
-        if key not in _NOT_OF_THE_ARM and len({repr((c or {}).get(key)) for c in configs}) > 1
+        if key not in NOT_OF_THE_ARM and len({repr((c or {}).get(key)) for c in configs}) > 1
     ]
     names = [run.resolve().name for run in runs]
     names = names if len(set(names)) == len(names) else [str(run) for run in runs]

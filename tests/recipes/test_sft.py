@@ -14,7 +14,7 @@ from components import cli
 from components.rollout.recorder import read_rollouts
 from components.safety.report import safety_report
 from components.training import checkpoint
-from tests.recipes.runs import ROOT, arguments, played, rows, without_timings
+from tests.recipes.runs import ROOT, arguments, played, rows, steps, without_timings
 
 pytestmark = pytest.mark.model
 
@@ -138,6 +138,45 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tune, made, straight, tm
         assert a.keys() == b.keys()
         assert a
         assert all(torch.equal(a[name], b[name]) for name in a), part
+
+
+def stopped_in_step_4(tune, made, output_dir, monkeypatch, **keys):
+    """SIGINT in the forward pass of step 4 of 4, a step of one row; only the stop saves."""
+    monkeypatch.setenv("SIGINT_AT_FORWARD", "4")
+    keys = {"model___component_": "tests.recipes.stopping.stopping_smollm2", **keys}
+    done = tune.run(*sft(tune, made, output_dir, save_every=50, **keys))
+    monkeypatch.delenv("SIGINT_AT_FORWARD")
+    assert [row["pack/num_batches"] for row in rows(output_dir) if "loss/total" in row] == [1] * 3
+    assert steps(output_dir) == [1, 2, 3]
+    assert done.stdout.count("stopped after step 3; go on with resume=true") == 1
+    assert [path.name for path in output_dir.glob("step_*")] == ["step_3"]
+    return keys
+
+
+def test_a_step_under_way_is_given_up_and_made_again(tune, made, straight, tmp_path, monkeypatch):
+    output_dir = tmp_path / "run"
+    keys = stopped_in_step_4(tune, made, output_dir, monkeypatch)
+    done = tune.run(*sft(tune, made, output_dir, resume="true", save_every=2, **keys))
+    assert "resuming from step_3" in done.stdout
+    assert "changed since" not in done.stdout
+    assert [*map(without_timings, rows(output_dir))] == [
+        *map(without_timings, rows(straight.output_dir))
+    ]
+    left, right = (path / "step_4" for path in (output_dir, straight.output_dir))
+    for name in ("model.safetensors", "resume/state.json"):
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    saved, again = checkpoint.load(left), checkpoint.load(right)
+    for part in ("weights", "optimizer"):
+        a, b = getattr(saved, part), getattr(again, part)
+        assert a.keys() == b.keys()
+        assert a
+        assert all(torch.equal(a[name], b[name]) for name in a), part
+
+
+@pytest.mark.slow
+def test_a_stop_of_one_rank_gives_the_step_up_on_all(tune, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("SIGINT_ON_RANK", "1")
+    stopped_in_step_4(tune, made, tmp_path / "run", monkeypatch, launcher=("--nproc_per_node", "2"))
 
 
 @pytest.mark.slow
