@@ -87,7 +87,7 @@ def execute(
 
     The time of a training run is that of its finished steps: neither imports and loading nor what
     a kill has made it repeat. It is stopped as by Ctrl-C: the step under way is given up, unless
-    its optimizer has stepped, and a checkpoint written.
+    its update is all but done, and a checkpoint written.
 
     Args:
         command: with its arguments.

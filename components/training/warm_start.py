@@ -156,12 +156,23 @@ def warm_start(
         on_step=on_step,
     )
     if key is not None:
-        path = cache_file(key, num_ranks=world.size)
-        weights = {n: full_tensor(p.detach()) for n, p in masters.named_parameters()}
-        problem = write_cache(path, weights, key) if world.is_main else ""
-        if problem:
-            say(f"warm start: not kept for other runs, {path} cannot be written: {problem}")
-        world.barrier()
+        _write_cached(masters, key, world=world, say=say)
+
+
+def _write_cached(
+    masters: MasterWeights,
+    key: Mapping[str, Any],
+    *,
+    world: World,
+    say: Callable[[str], None],
+) -> None:
+    """Keep the result for equal warm starts, or say why not. Collective."""
+    path = cache_file(key, num_ranks=world.size)
+    weights = {n: full_tensor(p.detach()) for n, p in masters.named_parameters()}
+    problem = write_cache(path, weights, key) if world.is_main else ""
+    if problem:
+        say(f"warm start: not kept for other runs, {path} cannot be written: {problem}")
+    world.barrier()
 
 
 def _load_cached(
