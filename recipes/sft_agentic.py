@@ -219,7 +219,6 @@ class SFTAgentic:
             self._measure_before()
             self._evaluate_if_due()
             while self.step < cfg.num_steps:
-                self.stop.check_together(self.world)
                 self._step()
                 self.checkpoints.poll()
                 if self.step % cfg.save_every == 0 or self.step == cfg.num_steps:
@@ -227,7 +226,7 @@ class SFTAgentic:
                 self._evaluate_if_due()
             self._save()
         except (StopRequested, FloatingPointError) as stop:
-            self._save()
+            self._save()  # a step under way was given up before its optimizer step
             self.say(f"stopped after step {self.step}; go on with resume=true")
             if isinstance(stop, FloatingPointError):
                 raise
@@ -235,7 +234,9 @@ class SFTAgentic:
     def _step(self) -> None:
         cfg, start, timer = self.cfg, time.perf_counter(), Timer()
         with timer("update"):
-            metrics = self.supervised.step(self.step)
+            metrics = self.supervised.step(
+                self.step, check_stop=partial(self.stop.check_together, self.world)
+            )
         self.step += 1
         if self.step % cfg.held_out_every == 0 or self.step == cfg.num_steps:
             with timer("held_out"):

@@ -4,7 +4,7 @@
     python tools/plot_run.py runs/grpo_0 runs/grpo_1 runs/sft_0 runs/sft_1 --output arms.png
 
 Runs whose settings differ in nothing but the seed are one arm: a line for the mean of its seeds, a
-band from the least to the most of them.
+band from the least to the most of them, at the steps that all of its seeds have.
 """
 
 from __future__ import annotations

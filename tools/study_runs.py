@@ -86,8 +86,8 @@ def execute(
     """Run a command to its end, or stop a training run when its time is over.
 
     The time of a training run is that of its finished steps: neither imports and loading nor what
-    a kill has made it repeat. It is stopped as by Ctrl-C: the step under way is given up and a
-    checkpoint written.
+    a kill has made it repeat. It is stopped as by Ctrl-C: the step under way is given up, unless
+    its update is all but done, and a checkpoint written.
 
     Args:
         command: with its arguments.

@@ -19,7 +19,7 @@ PANELS = (
     ("policy/entropy", "Entropy of the policy (nats per token)"),
     ("rollout/sampled_tokens", "Sampled tokens per rollout"),
 )
-_NOT_OF_THE_ARM = ("seed", "output_dir", "resume", "tensorboard", "keep_resume_states")
+NOT_OF_THE_ARM = ("seed", "output_dir", "resume", "tensorboard")
 _MAX_NAMED = 2
 
 
@@ -33,7 +33,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """A metric of an arm: at each step the mean over its runs, and their least and most."""
+    """A metric of an arm: at each step that all its runs have, their mean, least and most."""
 
     steps: list[int]
     mean: list[float]
@@ -56,7 +56,7 @@ def group_arms(runs: Sequence[Path]) -> list[Arm]:
     arms: dict[str, list[Path]] = {}
     for run in runs:
         config = configs[run]
-        own = {k: v for k, v in (config or {}).items() if k not in _NOT_OF_THE_ARM}
+        own = {k: v for k, v in (config or {}).items() if k not in NOT_OF_THE_ARM}
         key = str(run.resolve()) if config is None else repr(sorted(own.items(), key=str))
         arms.setdefault(key, []).append(run)
     for members in arms.values():
@@ -85,7 +85,7 @@ def _labels(configs: Sequence[Mapping[str, Any] | None], runs: Sequence[Path]) -
     differing = [
         key
         for key in keys
-        if key not in _NOT_OF_THE_ARM and len({repr((c or {}).get(key)) for c in configs}) > 1
+        if key not in NOT_OF_THE_ARM and len({repr((c or {}).get(key)) for c in configs}) > 1
     ]
     names = [run.resolve().name for run in runs]
     names = names if len(set(names)) == len(names) else [str(run) for run in runs]
@@ -95,23 +95,27 @@ def _labels(configs: Sequence[Mapping[str, Any] | None], runs: Sequence[Path]) -
 
 
 def band(runs: Sequence[Sequence[Mapping[str, float]]], name: str) -> Band:
-    """A metric over the runs of an arm, at each step that one of them has it finite.
+    """A metric over the runs of an arm, at each step that all of them have it finite.
+
+    A step that one of them did not reach, or has without this metric, is left out: a mean of those
+    that are left would move because another run is missing, and be called that of all seeds. Runs
+    with a limit of time end at different steps, so their arm ends where the shortest does.
 
     Args:
         runs: the rows of each run's metrics.jsonl.
         name: of the metric.
     """
-    values: dict[int, list[float]] = {}
-    for rows in runs:
-        for row in rows:
-            if name in row and math.isfinite(row[name]):
-                values.setdefault(int(row["step"]), []).append(row[name])
-    steps = sorted(values)
+    found = [
+        {int(row["step"]): row[name] for row in rows if name in row and math.isfinite(row[name])}
+        for rows in runs
+    ]
+    steps = sorted(set(found[0]).intersection(*found[1:]))
+    values = [[run[step] for run in found] for step in steps]
     return Band(
         steps=steps,
-        mean=[math.fsum(values[step]) / len(values[step]) for step in steps],
-        low=[min(values[step]) for step in steps],
-        high=[max(values[step]) for step in steps],
+        mean=[math.fsum(of_step) / len(of_step) for of_step in values],
+        low=[min(of_step) for of_step in values],
+        high=[max(of_step) for of_step in values],
     )
 
 
@@ -152,7 +156,10 @@ def plot_arms(runs: Sequence[Path], path: Path) -> Path:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axis.get_lines():
             axis.legend(fontsize="small")
-    figure.suptitle("Mean over seeds; the band reaches from the least to the most of them")
+    figure.suptitle(
+        "Mean over seeds at the steps that all of them have; "
+        "the band reaches from the least to the most"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

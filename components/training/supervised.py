@@ -91,8 +91,14 @@ class SupervisedUpdate:
         self._demonstrations, self._settings, self._world = demonstrations, settings, world
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
 
-    def step(self, number: int) -> dict[str, float]:
+    def step(self, number: int, *, check_stop: Callable[[], None]) -> dict[str, float]:
         """Take step ``number`` (from 0). Collective.
+
+        Args:
+            number: of the step; what it draws and its learning rate follow from it.
+            check_stop: called on every rank before each row and once more before the optimizer
+                steps, so that a step of a single row can be given up, too; what it raises leaves
+                weights and optimizer as they were.
 
         Returns:
             ``loss/total`` (mean over the trained tokens of all ranks), ``train/grad_norm`` (before
@@ -103,22 +109,26 @@ class SupervisedUpdate:
                 before.
         """
         settings = self._settings
-        decay = 1.0 - 0.9 * number / max(1, settings.num_steps - 1)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            set_learning_rate(group, rate * decay)
+        self._optimizer.zero_grad(set_to_none=True)  # what a step that was given up left behind
         chosen = drawn(
             len(self._demonstrations),
             seed=settings.seed,
             first=number * settings.demonstrations_per_step,
             count=settings.demonstrations_per_step,
         )
-        loss, packed = self._pass([self._demonstrations[i] for i in chosen], train=True)
+        demonstrations = [self._demonstrations[i] for i in chosen]
+        loss, packed = self._pass(demonstrations, train=True, check_stop=check_stop)
         norm = clip_grad_norm(self._masters.parameters(), settings.max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
                 f"supervised step {number + 1}: loss {loss}, gradient norm {norm}: not finite; the "
                 "weights are those before this step"
             )
+        check_stop()
+        # Not before: a checkpoint of the step that was given up would have the rate of the next.
+        decay = 1.0 - 0.9 * number / max(1, settings.num_steps - 1)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            set_learning_rate(group, rate * decay)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._masters.publish()
@@ -128,9 +138,11 @@ class SupervisedUpdate:
     @torch.no_grad()
     def loss_of(self, rollouts: Sequence[Rollout]) -> float:
         """Mean cross entropy over the trained tokens of some rollouts, in nats. Collective."""
-        return self._pass(rollouts, train=False)[0]
+        return self._pass(rollouts, train=False, check_stop=lambda: None)[0]
 
-    def _pass(self, rollouts: Sequence[Rollout], *, train: bool) -> tuple[float, dict[str, float]]:
+    def _pass(
+        self, rollouts: Sequence[Rollout], *, train: bool, check_stop: Callable[[], None]
+    ) -> tuple[float, dict[str, float]]:
         """The loss of all ranks, its gradient added up if ``train``, and ``pack/*``."""
         settings, world = self._settings, self._world
         items = [
@@ -141,6 +153,7 @@ class SupervisedUpdate:
         rows, packed = packed_rows(items, tokens_per_batch=settings.tokens_per_batch, world=world)
         total = 0.0
         for batch, plan in rows:
+            check_stop()
             logprobs, _ = packed_logprobs(
                 self._model,
                 batch,
@@ -164,18 +177,20 @@ def supervised_steps(
     *,
     settings: SupervisedSettings,
     world: World,
+    check_stop: Callable[[], None],
     on_step: Callable[[int, float, float], None],
 ) -> None:
     """Take all steps of ``settings``; arguments and errors as in :class:`SupervisedUpdate`.
 
     Args:
+        check_stop: as in :meth:`SupervisedUpdate.step`.
         on_step: called with (finished steps, loss, gradient norm).
     """
     update = SupervisedUpdate(
         model, masters, optimizer, demonstrations, settings=settings, world=world
     )
     for number in range(settings.num_steps):
-        metrics = update.step(number)
+        metrics = update.step(number, check_stop=check_stop)
         on_step(number + 1, metrics["loss/total"], metrics["train/grad_norm"])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ def warm_start(
         key: everything that the result depends on (``warm_cache.cache_key``); None turns the cache
             off.
         world: this process among its peers.
-        stop: asked after each step.
+        stop: gives up the step under way, and with it the warm start: nothing of it is kept. Once
+            the last step is taken the result is cached first.
         say: prints a line.
 
     Raises:
@@ -142,7 +144,6 @@ def warm_start(
 
     def on_step(step: int, loss: float, norm: float) -> None:
         say(f"warm start {step:>3}/{settings.num_steps}  loss {loss:7.4f}  gnorm {norm:7.3f}")
-        stop.check_together(world)
 
     supervised_steps(
         model,
@@ -151,15 +152,27 @@ def warm_start(
         made.rollouts,
         settings=settings,
         world=world,
+        check_stop=partial(stop.check_together, world),
         on_step=on_step,
     )
     if key is not None:
-        path = cache_file(key, num_ranks=world.size)
-        weights = {n: full_tensor(p.detach()) for n, p in masters.named_parameters()}
-        problem = write_cache(path, weights, key) if world.is_main else ""
-        if problem:
-            say(f"warm start: not kept for other runs, {path} cannot be written: {problem}")
-        world.barrier()
+        _write_cached(masters, key, world=world, say=say)
+
+
+def _write_cached(
+    masters: MasterWeights,
+    key: Mapping[str, Any],
+    *,
+    world: World,
+    say: Callable[[str], None],
+) -> None:
+    """Keep the result for equal warm starts, or say why not. Collective."""
+    path = cache_file(key, num_ranks=world.size)
+    weights = {n: full_tensor(p.detach()) for n, p in masters.named_parameters()}
+    problem = write_cache(path, weights, key) if world.is_main else ""
+    if problem:
+        say(f"warm start: not kept for other runs, {path} cannot be written: {problem}")
+    world.barrier()
 
 
 def _load_cached(

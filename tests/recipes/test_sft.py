@@ -24,7 +24,7 @@ TINY = {
     "dtype": "fp32",
     "dataset__include": TASKS,
     "num_steps": 4,
-    "save_every": 2,
+    "save_every": 1,
     "checkpoints__keep_last": 0,
     "demonstrations_per_step": 2,
     "held_out_frac": 0.25,
@@ -44,6 +44,11 @@ def sft(tune, made, output_dir, **keys):
     keys = {"demonstrations__path": made, "output_dir": output_dir, **keys}
     keys = {"model_dir": tune.model_dir, **TINY, **keys}
     return arguments("recipes/sft_agentic.py", config="configs/mock_sft.yaml", **keys)
+
+
+def without_evaluation(tune, made, output_dir, **keys):
+    given = sft(tune, made, output_dir, eval="null", **keys)
+    return [argument for argument in given if not argument.startswith("eval.")]
 
 
 def make(tune, path, *overrides):
@@ -114,10 +119,11 @@ def test_a_checkpoint_is_a_model_that_transformers_loads(straight):
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tune, made, straight, tmp_path):
-    """Killed after step 4 was logged and before it was saved: that leaves step_2 alone."""
+    """Killed after step 4 was logged, and the last checkpoint that was written is step_2."""
     output_dir = tmp_path / "run"
     shutil.copytree(straight.output_dir, output_dir)
-    shutil.rmtree(output_dir / "step_4")
+    for name in ("step_3", "step_4"):
+        shutil.rmtree(output_dir / name)
     done = tune.run(*sft(tune, made, output_dir, resume="true"))
     assert "resuming from step_2" in done.stdout
     assert "changed since" not in done.stdout
@@ -125,14 +131,18 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tune, made, straight, tm
         *map(without_timings, rows(straight.output_dir))
     ]
     assert played(output_dir) == played(straight.output_dir)
-    files = sorted(p for p in (straight.output_dir / "step_4").rglob("*") if p.is_file())
-    assert any(p.name == "model.safetensors" for p in files)
+    same_checkpoints(output_dir / "step_4", straight.output_dir / "step_4")
+
+
+def same_checkpoints(left, right):
+    files = sorted(p for p in right.rglob("*") if p.is_file())
+    assert {"model.safetensors", "state.json"} <= {p.name for p in files}
     for file in files:
-        other = output_dir / file.relative_to(straight.output_dir)
+        other = left / file.relative_to(right)
         if "shard" not in file.name and file.name != "manifest.json":
             # safetensors writes what describes a shard in no fixed order
             assert other.read_bytes() == file.read_bytes(), file.name
-    saved, again = (checkpoint.load(path / "step_4") for path in (straight.output_dir, output_dir))
+    saved, again = checkpoint.load(right), checkpoint.load(left)
     for part in ("weights", "optimizer"):
         a, b = getattr(saved, part), getattr(again, part)
         assert a.keys() == b.keys()
@@ -140,11 +150,59 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tune, made, straight, tm
         assert all(torch.equal(a[name], b[name]) for name in a), part
 
 
+STOPPING = {"model___component_": "tests.recipes.stopping.stopping_smollm2"}
+
+
+def stop_in_step_4(tune, made, output_dir, **keys):
+    """SIGINT in the forward pass of the last step; no checkpoint is due before it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIGINT_AT_FORWARD", "4")
+        args = without_evaluation(tune, made, output_dir, save_every=50, **STOPPING, **keys)
+        done = tune.run(*args)
+    assert done.stdout.count("stopped after step 3; go on with resume=true") == 1
+    trained = [row for row in rows(output_dir) if "loss/total" in row]
+    assert [row["step"] for row in trained] == [1, 2, 3]
+    # Of one row each: the signal came after the only check before a row.
+    assert [row["pack/num_batches"] for row in trained] == [1, 1, 1]
+    assert [path.name for path in output_dir.glob("step_*")] == ["step_3"]
+
+
+@pytest.fixture(scope="module")
+def stopped(tune, made, tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("stopped") / "run"
+    stop_in_step_4(tune, made, output_dir)
+    return output_dir
+
+
+def test_a_step_under_way_is_given_up(stopped, straight):
+    """What is saved is what the uninterrupted run had after step 3."""
+    same_checkpoints(stopped / "step_3", straight.output_dir / "step_3")
+
+
+@pytest.mark.slow
+def test_the_step_that_was_given_up_is_made_by_the_resumed_run(
+    tune, made, stopped, straight, tmp_path
+):
+    output_dir = tmp_path / "run"
+    shutil.copytree(stopped, output_dir)
+    done = tune.run(*without_evaluation(tune, made, output_dir, resume="true", **STOPPING))
+    assert "resuming from step_3" in done.stdout
+    assert "changed since" not in done.stdout
+    of_straight = [row for row in rows(straight.output_dir) if "eval/official_mean" not in row]
+    assert [*map(without_timings, rows(output_dir))] == [*map(without_timings, of_straight)]
+    same_checkpoints(output_dir / "step_4", straight.output_dir / "step_4")
+
+
+@pytest.mark.slow
+def test_a_stop_of_one_rank_gives_the_step_up_on_all(tune, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("SIGINT_ON_RANK", "1")
+    stop_in_step_4(tune, made, tmp_path / "run", launcher=("--nproc_per_node", "2"))
+
+
 @pytest.mark.slow
 def test_two_ranks_take_the_same_steps(tune, made, straight, tmp_path):
-    keys = {"launcher": ("--nproc_per_node", "2"), "eval": "null"}
-    args = sft(tune, made, tmp_path / "run", **keys)
-    tune.run(*[a for a in args if not a.startswith("eval.")])
+    launcher = ("--nproc_per_node", "2")
+    tune.run(*without_evaluation(tune, made, tmp_path / "run", launcher=launcher))
     alone = [row for row in rows(straight.output_dir) if "loss/total" in row]
     both = [row for row in rows(tmp_path / "run") if "loss/total" in row]
     for a, b in zip(alone, both, strict=True):

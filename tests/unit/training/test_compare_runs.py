@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from components.training import plot_arms
 from components.training.compare_runs import compare_runs
-from components.training.plot_arms import band, group_arms, plot_arms
+from components.training.plot_arms import band, group_arms
+from recipes import grpo_agentic, sft_agentic
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,7 +79,7 @@ def test_a_run_without_a_step_is_refused(two, tmp_path):
 
 def seeds(folder):
     """Three seeds of one arm, one run of another."""
-    rows = ([0.0, 0.2], [0.3, 0.2], [0.6], [1.0, 1.0])
+    rows = ([0.0, 0.2, 0.9], [0.3, 0.4], [0.6, 0.3, 0.9], [1.0, 1.0])
     configs = [f"seed: {n}\nloss: {{beta: 0.1}}\noutput_dir: runs/{n}\n" for n in range(3)]
     configs.append("seed: 0\nloss: {beta: 0.0}\noutput_dir: runs/9\n")
     return [
@@ -102,16 +104,38 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm(tmp_path):
         group_arms(runs)
 
 
-def test_a_band_is_the_mean_the_least_and_the_most_of_those_that_have_it():
+def test_a_band_is_the_mean_the_least_and_the_most_over_all_runs():
+    """Step 2 is not finite in one of them, step 4 has no x in another."""
     rows = [
-        [{"step": 1, "x": 0.0}, {"step": 2, "x": 0.2}],
-        [{"step": 1, "x": 0.3}, {"step": 2, "x": math.nan}],
-        [{"step": 1, "x": 0.6}, {"step": 3, "y": 9.0}],
+        [{"step": s, "x": x} for s, x in ((1, 0.0), (2, 0.2), (3, 0.5), (4, 0.5))],
+        [{"step": s, "x": x} for s, x in ((1, 0.3), (2, math.nan), (3, 0.7), (4, 0.7))],
+        [{"step": 1, "x": 0.6}, {"step": 2, "x": 9.0}, {"step": 3, "x": 0.9}, {"step": 4, "y": 1}],
     ]
     found = band(rows, "x")
+    assert found.steps == [1, 3]
+    assert found.mean == pytest.approx([0.3, 0.7])
+    assert (found.low, found.high) == ([0.0, 0.5], [0.6, 0.9])
+    assert band(rows, "y").steps == []
+
+
+def test_an_arm_ends_where_its_shortest_run_does():
+    """All runs rise alike; the mean of those left would jump to the better ones at step 3."""
+    runs = [
+        [{"step": s, "x": 0.1 * s + 0.2 * n} for s in range(1, last + 1)]
+        for n, last in enumerate((2, 5, 4))
+    ]
+    found = band(runs, "x")
     assert found.steps == [1, 2]
-    assert found.mean == pytest.approx([0.3, 0.2])
-    assert (found.low, found.high) == ([0.0, 0.2], [0.6, 0.2])
+    assert found.mean == pytest.approx([0.3, 0.4])
+    assert found.low == pytest.approx([0.1, 0.2])
+    assert found.high == pytest.approx([0.5, 0.6])
+    assert band(runs[1:2], "x").steps == [1, 2, 3, 4, 5]  # one run is drawn whole
+
+
+def test_what_does_not_make_an_arm_are_settings_that_exist():
+    for name in plot_arms.NOT_OF_THE_ARM:
+        assert name in grpo_agentic.SCHEMA
+        assert name in sft_agentic.SCHEMA
 
 
 def test_arms_are_drawn(tmp_path, monkeypatch):
@@ -121,11 +145,11 @@ def test_arms_are_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "fill_between", lambda self, *a, **k: bands.append(a) or fill(self, *a, **k)
     )
-    path = plot_arms(seeds(tmp_path), tmp_path / "arms.png")
-    assert bands == [([1, 2], pytest.approx([0.0, 0.2]), pytest.approx([0.6, 0.2]))]
+    path = plot_arms.plot_arms(seeds(tmp_path), tmp_path / "arms.png")
+    assert bands == [([1, 2], pytest.approx([0.0, 0.2]), pytest.approx([0.6, 0.4]))]
     with Image.open(path) as image:
         image.verify()
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match="no finished step"):
-        plot_arms([empty], tmp_path / "x.png")
+        plot_arms.plot_arms([empty], tmp_path / "x.png")

@@ -8,6 +8,7 @@ import torch
 from components.rollout.types import Ledger, Rollout, RolloutSpec
 from components.training.parallelize import World
 from components.training.precision import MasterWeights
+from components.training.stop import StopRequested
 from components.training.supervised import (
     SupervisedSettings,
     SupervisedUpdate,
@@ -70,6 +71,7 @@ def train(model, *, demonstrations=DEMONSTRATIONS, world=ALONE, lr=0.1, **change
         demonstrations,
         settings=settings(**changes),
         world=world,
+        check_stop=lambda: None,
         on_step=on_step,
     )
     return seen, rates
@@ -193,7 +195,54 @@ def train_some(model, numbers, **changes):
     update = SupervisedUpdate(
         model, masters, optimizer, DEMONSTRATIONS, settings=settings(**changes), world=ALONE
     )
-    return [update.step(number)["loss/total"] for number in numbers]
+    return [update.step(number, check_stop=lambda: None)["loss/total"] for number in numbers]
+
+
+def stop_at(number):
+    calls = []
+
+    def check_stop():
+        calls.append(1)
+        if len(calls) == number:
+            raise StopRequested
+
+    return check_stop
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])  # before either row, and before the optimizer's step
+def test_a_stop_gives_the_step_up_and_leaves_nothing_of_it(at):
+    """Weights, moments and rate are those of step 1; step 2 is then what it would have been."""
+    (update, state), (whole, expected) = with_momentum(), with_momentum()
+    assert update.step(0, check_stop=stop_at(4))["pack/num_batches"] == 2
+    whole.step(0, check_stop=stop_at(4))
+    with pytest.raises(StopRequested):
+        update.step(1, check_stop=stop_at(at))
+    assert same(state(), expected())
+    assert update.step(1, check_stop=stop_at(4)) == whole.step(1, check_stop=stop_at(4))
+    assert same(state(), expected())
+
+
+def with_momentum():
+    """An update whose steps have two rows; all that it changes."""
+    model = tiny_model()
+    masters = MasterWeights(model)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1, momentum=0.9)
+    changes = settings(tokens_per_batch=16)
+    update = SupervisedUpdate(
+        model, masters, optimizer, DEMONSTRATIONS, settings=changes, world=ALONE
+    )
+
+    def state():
+        rate = torch.tensor(optimizer.param_groups[0]["lr"])
+        moments = [optimizer.state[p]["momentum_buffer"] for p in masters.parameters()]
+        tensors = (rate, *moments, *masters.parameters(), *model.parameters())
+        return [tensor.detach().clone() for tensor in tensors]
+
+    return update, state
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def test_the_loss_of_held_out_demonstrations_is_torchs_and_changes_nothing():

@@ -68,6 +68,7 @@ def model(tmp_path):
             seed=0,
         ),
         world=World.alone(),
+        check_stop=lambda: None,
         on_step=lambda step, loss, norm: None,
     )
     return model
