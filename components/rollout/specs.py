@@ -80,8 +80,6 @@ def trial_specs(
         tasks, group_size=group_size, seed=seed, phase=phase, first_group=first_group
     )
     return [
-        replace(
-            spec, env_seed=derive_seed(seed, "trial", spec.domain, spec.task_id, spec.member)
-        )
+        replace(spec, env_seed=derive_seed(seed, "trial", spec.domain, spec.task_id, spec.member))
         for spec in specs
     ]

@@ -72,7 +72,8 @@ def paired(before: Rewards, after: Rewards) -> dict[str, Any]:
     Returns:
         ``seeds``; ``reward_before``, ``reward_after``, means over seeds and tasks; ``delta``, their
         difference; ``ci_low``, ``ci_high`` of its 95 % interval, from a paired bootstrap over
-        tasks and seeds (:func:`~components.rollout.intervals.difference_interval`); ``by_seed``, the difference of each seed.
+        tasks and seeds (:func:`~components.rollout.intervals.difference_interval`); ``by_seed``,
+        the difference of each seed.
 
     Raises:
         ValueError: no seed in common, or other tasks.
