@@ -25,7 +25,7 @@ from components.rollout.eval_table import print_evaluation, task_rows
 from components.rollout.evaluation import evaluation_metrics, evaluation_summary
 from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder, read_rollouts
-from components.rollout.specs import group_specs
+from components.rollout.specs import trial_specs
 from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.safety.report import safety_report
@@ -115,7 +115,7 @@ class EvalAgentic:
         return [
             spec
             for seed in self.seeds
-            for spec in group_specs(
+            for spec in trial_specs(
                 tasks,
                 group_size=cfg.num_trials,
                 seed=seed,

@@ -33,7 +33,7 @@ from components.rl.packing import PackItem
 from components.rollout.evaluation import evaluation_line, evaluation_metrics
 from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder
-from components.rollout.specs import group_specs
+from components.rollout.specs import group_specs, trial_specs
 from components.rollout.stats import rollout_metrics, sampled_tokens, staleness_metrics
 from components.rollout.types import Rollout, RolloutSpec
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
@@ -320,7 +320,8 @@ class GRPOAgentic:
         self, tasks: Sequence[Task], first_group: int = 0, *, group_size: int, phase: str
     ) -> list[RolloutSpec]:
         """Orders for this rank's share of the tasks."""
-        specs = group_specs(
+        make = trial_specs if phase.startswith("eval/") else group_specs
+        specs = make(
             [(task.domain, task.id) for task in tasks],
             group_size=group_size,
             seed=self.cfg.seed,
@@ -390,8 +391,7 @@ class GRPOAgentic:
         metrics = evaluation_metrics(rollouts, num_trials=num_trials)
         if self.metrics is not None and self.recorder is not None:
             self.recorder.write(self.step, rollouts)
-            seconds = time.perf_counter() - start
-            self.metrics.log(self.step, {**metrics, "time/eval_s": seconds})
+            self.metrics.log(self.step, {**metrics, "time/eval_s": time.perf_counter() - start})
         self.say(evaluation_line(self.step, cfg.num_steps, metrics))
 
     # ---- checkpoints -------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from components.models.paths import model_dir
 from components.rollout.evaluation import evaluation_line, evaluation_metrics
 from components.rollout.progress import play_rollouts
 from components.rollout.recorder import Recorder
-from components.rollout.specs import group_specs
+from components.rollout.specs import trial_specs
 from components.rollout.types import Rollout
 from components.rollout.workers import WorkerPool, WorkerRefused, worker_pool
 from components.training import checkpoint, parallelize, run_dir, sections
@@ -282,7 +282,7 @@ class SFTAgentic:
         """Orders for this rank's share of the held-out tasks."""
         assert self.eval_dataset is not None
         tasks = [(task.domain, task.id) for task in self.eval_dataset.tasks]
-        specs = group_specs(tasks, group_size=num_trials, seed=self.cfg.seed, phase=phase)
+        specs = trial_specs(tasks, group_size=num_trials, seed=self.cfg.seed, phase=phase)
         return [spec for spec in specs if spec.group % self.world.size == self.world.rank]
 
     def _evaluate_if_due(self) -> None:

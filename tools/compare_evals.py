@@ -33,8 +33,8 @@ def show(found: dict[str, Any]) -> None:
     for name, (a, b, difference) in found["metrics"].items():
         table.add_row(name, f"{a:.3f}", f"{b:.3f}", f"{difference:+.3f}")
     console.print(table)
-    for task_id, (a, b) in found["tasks"].items():
-        console.print(f"task {escape(task_id)}: official {a:.2f} -> {b:.2f}", highlight=False)
+    for task, (a, b) in found["tasks"].items():
+        console.print(f"task {escape(task)}: official {a:.2f} -> {b:.2f}", highlight=False)
     for kind in ("official", "strict"):
         entry = found[kind]
         interval = (
@@ -43,6 +43,7 @@ def show(found: dict[str, Any]) -> None:
         print(
             f"{kind}: {entry['difference']:+.3f}{interval}, p {entry['p']:.3f}, paired over "
             f"{found['num_tasks']} tasks"
+            + (", none of which differed: that is all this says" * (not entry["num_differ"]))
         )
 
 

@@ -90,7 +90,7 @@ def main() -> int:
             print(f"dropped ({why}): {len(ids)}, e.g. {', '.join(ids[:3])}")
     print(
         f"{path}: {len(lengths)} demonstrations of "
-        f"{len({rollout.spec.task_id for rollout in made.rollouts})} tasks, {lengths[0]} to "
+        f"{len({(r.spec.domain, r.spec.task_id) for r in made.rollouts})} tasks, {lengths[0]} to "
         f"{lengths[-1]} tokens (median {lengths[len(lengths) // 2]})"
     )
     return 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,14 +27,32 @@ from components.console import table_console
 from components.disk import write_text
 from components.rollout.replay import read_with_lines, rescored
 from components.training.annotations import COMPONENT
-from components.training.config import as_partial, instantiate, load_config
+from components.training.config import as_dict, as_partial, instantiate, load_config
+
+
+def model_users(settings: Any, path: str) -> Iterator[str]:
+    """Paths of the users that are not scripted, at any depth: an env may hold others.
+
+    Args:
+        settings: plain values of a config.
+        path: where they stand in it.
+    """
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            if key == "user" and not isinstance(value, str):
+                yield f"{path}.user"
+            else:
+                yield from model_users(value, f"{path}.{key}")
+    elif isinstance(settings, list):
+        for place, value in enumerate(settings):
+            yield from model_users(value, f"{path}[{place}]")
 
 
 def rescore(run: Path, checker: Any, *, only: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(line before, line after) of each rollout whose id begins with ``only``."""
     cfg = load_config(run / "config.yaml")
-    if "user" in cfg.env and not isinstance(cfg.env.user, str):
-        raise ValueError("env.user is a language model: what it said cannot be asked for again")
+    for path in model_users(as_dict(cfg.env), "env"):
+        raise ValueError(f"{path} is a language model: what it said cannot be asked for again")
     env = as_partial(cfg.env, checker=checker)()
     pairs = []
     for before, rollout in read_with_lines(run / "rollouts.jsonl"):

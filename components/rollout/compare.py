@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from components.rollout.intervals import bootstrap, sign_flip_test
+from components.rollout.intervals import difference_interval, sign_flip_test
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,25 +23,27 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     Returns:
         ``metrics``: name to [first, second, difference]. ``official`` and ``strict``: the mean over
         tasks of the second's mean reward less the first's, ``low`` and ``high`` of its 95 %
-        interval (bootstrap over tasks, seeded; null for a single task) and ``p`` of the paired
-        sign-flip test, two-sided. ``tasks``: [first, second] official mean of the tasks on which
-        these differ. ``settings``: what differs, [first, second].
+        interval (:func:`~components.rollout.intervals.difference_interval`; null for a single
+        task), ``p`` of the paired sign-flip test, two-sided, and ``num_differ``, the tasks whose
+        mean differs: where it is 0, the interval says no more than that. ``tasks``: by
+        ``domain/id`` [first, second] official mean of the tasks on which these differ.
+        ``settings``: what differs, [first, second].
 
     Raises:
         ValueError: not eval.json of this version, or not of the same tasks.
     """
     means = [_task_means(result, f"eval.json {i}") for i, result in enumerate((first, second), 1)]
-    only = [sorted(a.keys() - b.keys()) for a, b in (means, means[::-1])]
+    only = [sorted(map("/".join, a.keys() - b.keys())) for a, b in (means, means[::-1])]
     if any(only):
         raise ValueError(
             f"the evaluations are of different tasks: only in the first {only[0][:10]}, "
             f"only in the second {only[1][:10]}"
         )
-    pairs = [(means[0][task_id], means[1][task_id]) for task_id in means[0]]
+    pairs = [(means[0][task], means[1][task]) for task in means[0]]
     changed = {
-        task_id: [means[0][task_id][0], means[1][task_id][0]]
-        for task_id in means[0]
-        if means[0][task_id][0] != means[1][task_id][0]
+        "/".join(task): [means[0][task][0], means[1][task][0]]
+        for task in means[0]
+        if means[0][task][0] != means[1][task][0]
     }
     names = [name for name in first["metrics"] if name in second["metrics"]]
     values = {name: (first["metrics"][name], second["metrics"][name]) for name in names}
@@ -55,25 +57,34 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _task_means(result: Mapping[str, Any], where: str) -> dict[str, tuple[float, float]]:
-    """Mean official and strict reward by task."""
+def _task_means(
+    result: Mapping[str, Any], where: str
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Mean official and strict reward by (domain, task id)."""
     try:
         rows = {
-            row["task_id"]: (fmean(row["official"]), fmean(row["strict"]))
+            (row["domain"], row["task_id"]): (fmean(row["official"]), fmean(row["strict"]))
             for row in result["tasks"]
         }
         if rows and result["metrics"]:
             return rows
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: not written by eval_agentic: {error!r}") from None
+        raise ValueError(
+            f"{where}: not written by eval_agentic, or by one before rows had a domain: {error!r}"
+        ) from None
     raise ValueError(f"{where}: holds no task")
 
 
 def _paired(differences: Sequence[float]) -> dict[str, float | None]:
-    """Mean of paired differences, its interval and its test."""
-    low, high = bootstrap(differences) if len(differences) > 1 else (None, None)
-    p = sign_flip_test(differences)
-    return {"difference": fmean(differences), "low": low, "high": high, "p": p}
+    """Mean of paired differences, its interval, its test, and how many differ from 0."""
+    low, high = difference_interval([differences]) if len(differences) > 1 else (None, None)
+    return {
+        "difference": fmean(differences),
+        "low": low,
+        "high": high,
+        "p": sign_flip_test(differences),
+        "num_differ": sum(difference != 0 for difference in differences),
+    }
 
 
 def _differences(first: Any, second: Any, path: str = "") -> dict[str, list[Any]]:

@@ -19,9 +19,10 @@ def task_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     ``do_nothing``, ``transfer`` and the same with ``_strict`` are null outside tau2-bench.
     """
     rows = []
-    for task_id, group in by_task(rollouts).items():
-        free = baselines(group[0].spec.domain, task_id)
+    for (domain, task_id), group in by_task(rollouts).items():
+        free = baselines(domain, task_id)
         row: dict[str, Any] = {
+            "domain": domain,
             "task_id": task_id,
             "official": [official_reward(r) for r in group],
             "strict": [strict_reward(r) for r in group],
@@ -40,18 +41,22 @@ def print_evaluation(
     metrics: Mapping[str, float],
     intervals: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
-    """A line per task (mean rewards, the agents that do not try, how it ended), then the means."""
+    """A line per task (mean rewards, the agents that do not try, how it ended), then the means.
+
+    A task is named with its domain where there are several.
+    """
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_edge=False, pad_edge=False)
     for column in ("task", "official", "strict", "do-nothing", "transfer", "calls", "ended"):
         table.add_column(column, justify="left" if column in ("task", "ended") else "right")
+    several = len({row["domain"] for row in rows}) > 1
     for row in rows:
         number = len(row["official"])
         ends = {status: row["status"].count(status) for status in dict.fromkeys(row["status"])}
         table.add_row(
-            escape(row["task_id"]),
+            escape(f"{row['domain']}/{row['task_id']}" if several else row["task_id"]),
             f"{sum(row['official']) / number:.2f}",
             f"{sum(row['strict']) / number:.2f}",
             *("-" if row[agent] is None else f"{row[agent]:.2f}" for agent in AGENTS),

@@ -18,10 +18,12 @@ def pass_hat_k(num_trials: int, num_correct: int, k: int) -> float:
     Source: tau-bench, https://arxiv.org/abs/2406.12045. n=4, c=3, k=2 gives 0.5.
 
     Raises:
-        ValueError: if k is not in 1 to ``num_trials``.
+        ValueError: if k is not in 1 to ``num_trials``, or ``num_correct`` not in 0 to it.
     """
     if not 1 <= k <= num_trials:
         raise ValueError(f"k = {k}: must be in 1 to num_trials = {num_trials}")
+    if not 0 <= num_correct <= num_trials:
+        raise ValueError(f"num_correct = {num_correct}: must be in 0 to num_trials = {num_trials}")
     return comb(num_correct, k) / comb(num_trials, k)
 
 
@@ -38,11 +40,14 @@ def pass_at_k(num_trials: int, num_correct: int, k: int) -> float:
     return 1.0 - pass_hat_k(num_trials, num_trials - num_correct, k)
 
 
-def by_task(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Rollouts of each task, tasks in their order of appearance."""
-    tasks: dict[str, list[Rollout]] = {}
+def by_task(rollouts: Sequence[Rollout]) -> dict[tuple[str, str], list[Rollout]]:
+    """Rollouts of each (domain, task id), in their order of appearance.
+
+    An id alone is no name: retail and airline both have a task "0".
+    """
+    tasks: dict[tuple[str, str], list[Rollout]] = {}
     for rollout in rollouts:
-        tasks.setdefault(rollout.spec.task_id, []).append(rollout)
+        tasks.setdefault((rollout.spec.domain, rollout.spec.task_id), []).append(rollout)
     return tasks
 
 
@@ -77,7 +82,6 @@ def evaluation_metrics(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[
         (tau2-bench only): ``eval/do_nothing_mean``, ``eval/transfer_mean``, and
         ``eval/do_nothing_strict_mean``, ``eval/transfer_strict_mean``.
     """
-    tasks = by_task(rollouts)
     values = values_by_task(rollouts, num_trials=num_trials)
     metrics = {
         "eval/official_mean": fmean(official_reward(r) for r in rollouts),
@@ -86,8 +90,7 @@ def evaluation_metrics(rollouts: Sequence[Rollout], *, num_trials: int) -> dict[
         "eval/turns": fmean(r.stats.get("turns", 0) for r in rollouts),
         "eval/tool_calls": fmean(r.stats.get("tool_calls", 0) for r in rollouts),
     }
-    given_away = [baselines(group[0].spec.domain, task_id) for task_id, group in tasks.items()]
-    given_away = [found for found in given_away if found]
+    given_away = [found for task in by_task(rollouts) if (found := baselines(*task))]
     for agent in AGENTS if given_away else ():
         for kind in ("official", "strict"):
             name = f"eval/{agent}_mean" if kind == "official" else f"eval/{agent}_strict_mean"

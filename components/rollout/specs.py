@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from components.rollout.types import RolloutSpec
 
@@ -32,7 +33,8 @@ def group_specs(
         first_group: index of the first group in the step (the ranks before this one come first).
 
     Returns:
-        Groups in order, members in order. Siblings share ``env_seed``: the same start.
+        Groups in order, members in order. Siblings share ``env_seed``: the same start, without
+        which their rewards could not be compared within the group.
     """
     specs = []
     for offset, (domain, task_id) in enumerate(tasks):
@@ -51,3 +53,33 @@ def group_specs(
                 )
             )
     return specs
+
+
+def trial_specs(
+    tasks: Sequence[tuple[str, str]],
+    *,
+    group_size: int,
+    seed: int,
+    phase: str,
+    first_group: int = 0,
+) -> list[RolloutSpec]:
+    """Orders for an evaluation: as :func:`group_specs`, but each trial with a start of its own.
+
+    pass^k asks for independent trials, and tau2-bench gives each trial a seed of its own
+    (``tau2.run.run_tasks``). ``env_seed`` depends on the run's seed, the task and the trial alone,
+    not on the phase or the tasks beside it: two checkpoints meet the same users, trial by trial.
+
+    Args:
+        tasks: (domain, task id) of each, every task once.
+        group_size: trials of each task.
+        seed: as in :func:`group_specs`, and so are ``phase`` and ``first_group``.
+        phase: e.g. ``"eval/8"`` for the evaluation after step 8.
+        first_group: index of the first task.
+    """
+    specs = group_specs(
+        tasks, group_size=group_size, seed=seed, phase=phase, first_group=first_group
+    )
+    return [
+        replace(spec, env_seed=derive_seed(seed, "trial", spec.domain, spec.task_id, spec.member))
+        for spec in specs
+    ]

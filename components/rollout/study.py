@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from components.rollout.intervals import crossed_bootstrap
+from components.rollout.intervals import difference_interval
 
 BEFORE = "before"
 """The arm that is not trained: the warm start itself, evaluated once for each seed."""
@@ -72,7 +72,8 @@ def paired(before: Rewards, after: Rewards) -> dict[str, Any]:
     Returns:
         ``seeds``; ``reward_before``, ``reward_after``, means over seeds and tasks; ``delta``, their
         difference; ``ci_low``, ``ci_high`` of its 95 % interval, from a paired bootstrap over
-        tasks and seeds; ``by_seed``, the difference of each seed.
+        tasks and seeds (:func:`~components.rollout.intervals.difference_interval`); ``by_seed``,
+        the difference of each seed.
 
     Raises:
         ValueError: no seed in common, or other tasks.
@@ -89,7 +90,7 @@ def paired(before: Rewards, after: Rewards) -> dict[str, Any]:
         fmean(rewards[seed][task] for seed in seeds for task in tasks)
         for rewards in (before, after)
     )
-    low, high = crossed_bootstrap(rows)
+    low, high = difference_interval(rows)
     return {
         "seeds": seeds,
         "reward_before": first,

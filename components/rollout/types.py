@@ -50,7 +50,8 @@ class RolloutSpec:
     seed: int
     """Seeds the sampling and the environment's reset."""
     env_seed: int
-    """Seeds the environment (the same for a whole group: siblings start from the same state)."""
+    """Seeds the environment: in training the same for a whole group, whose members have to start
+    from the same state; in an evaluation each trial's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ NUM_EXAMPLES = 3
 _COUNTS: tuple[str, ...] = ("applied", "violated", "occasions", "broken")
 
 
-def wilson(count: int, total: int, *, z: float = 1.96) -> tuple[float, float]:
+def wilson(count: float, total: int, *, z: float = 1.96) -> tuple[float, float]:
     """The Wilson score interval of a proportion; (0, 1) without trials.
 
     Args:
-        count: of ``total`` trials.
+        count: of ``total`` trials; a sum of parts of successes where a trial has values between.
         total: how many there were.
         z: 1.96 for 95 %.
 

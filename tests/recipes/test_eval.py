@@ -51,6 +51,8 @@ def test_results_are_those_of_the_recorded_rollouts(evaluated):
     assert sorted(r.spec.task_id for r in rollouts) == sorted(TASKS * 2)
     rows = {row["task_id"]: row for row in evaluated.result["tasks"]}
     assert list(rows) == list(TASKS)
+    assert {row["domain"] for row in rows.values()} == {"mock"}
+    assert len({r.spec.env_seed for r in rollouts}) == 6  # each trial has a start of its own
     for task_id, row in rows.items():
         mine = sorted(
             (r for r in rollouts if r.spec.task_id == task_id), key=lambda r: r.spec.member
@@ -189,17 +191,21 @@ def test_what_is_written(evaluated):
 
 
 @pytest.mark.slow
-def test_greedy_decoding_plays_trials_alike(tune, tmp_path):
-    args = evaluation(
-        tune.model_dir,
-        tmp_path / "run",
-        rollout__temperature=0,
-        dataset__include="[create_task_1]",
-    )
-    tune.run(*args)
-    first, second = (r.rollout for r in read_rollouts(tmp_path / "run/rollouts.jsonl"))
-    assert first.spec.rollout_id != second.spec.rollout_id
-    assert first.messages == second.messages
+def test_greedy_decoding_plays_a_trial_alike_beside_other_tasks(tune, tmp_path):
+    """The draws of a rollout depend on its place, its user on task and trial alone."""
+    found = []
+    for include in ("[create_task_1]", "[impossible_task_1, create_task_1]"):
+        output_dir = tmp_path / str(len(found))
+        keys = {"rollout__temperature": 0, "dataset__include": include}
+        tune.run(*evaluation(tune.model_dir, output_dir, **keys))
+        records = [record.rollout for record in read_rollouts(output_dir / "rollouts.jsonl")]
+        mine = [rollout for rollout in records if rollout.spec.task_id == "create_task_1"]
+        found.append({rollout.spec.member: rollout for rollout in mine})
+    for member in (0, 1):
+        first, second = (of_run[member] for of_run in found)
+        assert first.spec.seed != second.spec.seed
+        assert first.spec.env_seed == second.spec.env_seed
+        assert first.messages == second.messages
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from components.models.smollm2 import smollm2
 from components.rollout.recorder import read_rollouts
+from components.rollout.specs import trial_specs
 from components.training import checkpoint
 from components.training.metrics import read_metrics
 from tests.recipes.runs import (
@@ -301,6 +302,18 @@ def test_rollouts_are_recorded_whole(straight):
         assert len({rollout.spec.env_seed for rollout in trained}) == 2
         # sampled by the policy of the step before
         assert {r.policy_version for r in records if r.rollout in trained} == {step - 1}
+
+
+def test_the_evaluations_trials_have_starts_of_their_own(straight):
+    """Those of any evaluation of these tasks under this seed, so that checkpoints are paired."""
+    records = read_rollouts(straight.output_dir / "rollouts.jsonl")
+    found = [r.rollout.spec for r in records if r.rollout.spec.rollout_id.startswith("eval/")]
+    tasks = [(spec.domain, spec.task_id) for spec in sorted(found, key=lambda spec: spec.group)]
+    elsewhere = trial_specs(tasks[::-1], group_size=1, seed=42, phase="eval")
+    assert len(found) == 3
+    assert {spec.task_id: spec.env_seed for spec in found} == {
+        spec.task_id: spec.env_seed for spec in elsewhere
+    }
 
 
 def test_tasks_come_in_another_order_each_epoch_and_none_is_official(straight):

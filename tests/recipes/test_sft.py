@@ -12,6 +12,7 @@ import torch
 
 from components import cli
 from components.rollout.recorder import read_rollouts
+from components.rollout.specs import trial_specs
 from components.safety.report import safety_report
 from components.training import checkpoint
 from tests.recipes.runs import ROOT, arguments, played, rows, without_timings
@@ -108,7 +109,11 @@ def test_the_loss_falls_on_demonstrations_of_tasks_that_were_not_trained_on(stra
     assert "12 demonstrations, 4 of held-out tasks" in straight.done.stdout
     (evaluated,) = (row for row in of_run if "eval/official_mean" in row)
     assert evaluated["step"] == 4
-    assert [r["spec"]["task_id"] for r in played(straight.output_dir)] == ["create_task_1"]
+    (spec,) = (r["spec"] for r in played(straight.output_dir))
+    assert spec["task_id"] == "create_task_1"
+    # the trial of any evaluation of this task under this seed, so that checkpoints are paired
+    (other,) = trial_specs([("mock", "create_task_1")], group_size=1, seed=42, phase="eval")
+    assert spec["env_seed"] == other.env_seed
 
 
 def test_a_checkpoint_is_a_model_that_transformers_loads(straight):

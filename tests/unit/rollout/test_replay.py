@@ -19,7 +19,7 @@ from components.rollout.episode import failed_rollout
 from components.rollout.evaluation import evaluation_metrics
 from components.rollout.recorder import Recorder, read_rollouts
 from components.rollout.replay import ReplayError, replay, rescored
-from components.rollout.specs import group_specs
+from components.rollout.specs import group_specs, trial_specs
 from tests.tiny import tiny_tokenizer_dir
 from tools import export_tau2, rescore
 
@@ -63,7 +63,7 @@ def make_env(checker=None):
 def played(tmp_path_factory):
     """Four trials of four tasks: solved, not tried, ended by tool errors, cut short or lost."""
     renderer = HermesRenderer(tiny_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
-    specs = group_specs([("mock", task) for task in TASKS], group_size=4, seed=5, phase="eval")
+    specs = trial_specs([("mock", task) for task in TASKS], group_size=4, seed=5, phase="eval")
     patch, found = pytest.MonkeyPatch(), []
     unlimited = Limits(max_turns=30, max_turn_tokens=4096, max_tokens=10**6, max_refused=3)
     for spec in specs:
@@ -202,6 +202,18 @@ def test_mistakes_are_named(run, monkeypatch, capsys, arguments, message):
     assert not (run / "rollouts.rescored.jsonl").exists()
 
 
+def test_trials_meet_users_of_different_words_and_checkpoints_the_same(played):
+    def first_words(phase):
+        env, found = make_env(), []
+        for spec in trial_specs([("mock", TASKS[0])], group_size=8, seed=5, phase=phase):
+            _, info = env.reset(seed=spec.env_seed, options={"task_id": spec.task_id})
+            found.append(next(m.content for m in info["messages"] if m.role == "user"))
+        return found
+
+    assert len(set(first_words("eval/0"))) > 1
+    assert first_words("eval/8") == first_words("eval/0")
+
+
 def test_a_language_model_cannot_be_asked_again(run, monkeypatch, capsys):
     config = json.loads((run / "config.yaml").read_text())
     config["env"]["user"] = {"_component_": "components.envs.users_llm.LLMUser"}
@@ -211,6 +223,24 @@ def test_a_language_model_cannot_be_asked_again(run, monkeypatch, capsys):
     assert "env.user is a language model" in capsys.readouterr().err
     assert command(monkeypatch, export_tau2, run) == 2
     assert "only Tau2Env with user: scripted" in capsys.readouterr().err
+
+
+def test_nor_can_one_within_another_environment(run, monkeypatch, capsys):
+    """One domain's user is a model, the other's is scripted; the model must not even be made."""
+    model = {"_component_": "components.envs.users_llm.LLMUser", "model": "x/never-called"}
+    config = json.loads((run / "config.yaml").read_text())
+    config["env"] = {
+        "_component_": "components.envs.by_domain.ByDomain",
+        "envs": {"mock": config["env"], "retail": {**ENV, "domain": "retail", "user": model}},
+    }
+    (run / "config.yaml").write_text(json.dumps(config))
+    strict = "components.envs.rewards.StrictReward"
+    only = ["--only", "eval/0/"]  # not that no rollout of it is asked for
+    assert command(monkeypatch, rescore, run, "--checker", strict, *only) == 2
+    assert "env.envs.retail.user is a language model" in capsys.readouterr().err
+    config["env"]["envs"]["retail"]["user"] = "scripted"
+    (run / "config.yaml").write_text(json.dumps(config))
+    assert command(monkeypatch, rescore, run, "--checker", strict, *only) == 0
 
 
 # ---------------------------------------------------------------- tau2's own code

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from components.rollout.specs import derive_seed, group_specs
+from components.rollout.specs import derive_seed, group_specs, trial_specs
 
 TASKS = [("retail", "5"), ("retail", "9"), ("mock", "5")]
 
@@ -57,3 +57,33 @@ def test_a_ranks_share_has_the_names_and_seeds_of_the_whole():
     whole = specs()
     part = group_specs(TASKS[1:], group_size=3, seed=42, phase="train/7", first_group=1)
     assert part == whole[3:]
+
+
+def trials(tasks=TASKS, **settings):
+    values = {"group_size": 4, "seed": 42, "phase": "eval/8"}
+    return trial_specs(tasks, **(values | settings))
+
+
+def starts(found):
+    return {(s.domain, s.task_id, s.member): s.env_seed for s in found}
+
+
+def test_every_trial_has_a_start_of_its_own():
+    """As in tau2-bench; what training does is the test of siblings above."""
+    found = trials()
+    assert len(found) == len({s.env_seed for s in found}) == len({s.seed for s in found}) == 12
+    assert [s.rollout_id for s in found] == [
+        s.rollout_id for s in specs(phase="eval/8", group_size=4)
+    ]
+
+
+def test_a_trial_starts_alike_for_every_checkpoint():
+    """Whatever the step of the evaluation, the tasks beside it and the ranks, not the seed."""
+    found = trials()
+    assert starts(trials(phase="eval/16")) == starts(found)
+    assert starts(trials(TASKS[::-1])) == starts(found)
+    assert trials(TASKS[1:], first_group=1) == found[4:]
+    more = starts(trials(group_size=8))
+    assert {key: more[key] for key in starts(found)} == starts(found)
+    assert not set(starts(trials(seed=43)).values()) & set(starts(found).values())
+    assert {s.seed for s in trials(phase="eval/16")}.isdisjoint(s.seed for s in found)

@@ -8,6 +8,7 @@ import pytest
 
 from components.rollout.intervals import bootstrap, crossed_bootstrap
 from components.rollout.study import paired, pick_warm_start, summary
+from components.safety.report import wilson
 
 # ---------------------------------------------------------------- the interval
 
@@ -62,8 +63,20 @@ def test_differences_are_paired_by_seed_and_task():
     assert found["reward_after"] == 0.625
     assert found["delta"] == 0.375
     assert found["by_seed"] == {"0": 0.5, "1": 0.25}
-    # Rows [1, 0] and [0, .5]: the extremes are one seed twice with one task twice.
-    assert (found["ci_low"], found["ci_high"]) == (0.0, 1.0)
+    # Rows [1, 0] and [0, .5]: the extremes are one seed twice with one task twice. Two tasks: the
+    # lower end is that of difference_interval, 0.375 less sqrt((0.375 - L)^2 + 0.6576^2).
+    loss = 1.96**2 / (2 + 1.96**2)
+    gain = 0.375 - wilson(0.75, 2)[0]
+    assert found["ci_low"] == pytest.approx(0.375 - (gain**2 + loss**2) ** 0.5)
+    assert found["ci_high"] == 1.0
+
+
+def test_arms_that_never_differ_are_not_known_to_be_equal():
+    same = {seed: {str(task): 0.5 for task in range(32)} for seed in range(3)}
+    found = paired(same, same)
+    assert found["delta"] == 0.0
+    reach = pytest.approx(1.96**2 / (32 + 1.96**2))  # tasks count, not seeds
+    assert (-found["ci_low"], found["ci_high"]) == (reach, reach)
 
 
 def test_what_cannot_be_paired_is_refused():

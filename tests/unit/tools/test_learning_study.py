@@ -6,6 +6,7 @@ runs the recipes themselves.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from components.safety.report import wilson
 from tools.study_runs import is_over, shown, tune
 
 ROOT = Path(__file__).parents[3]
@@ -166,7 +168,10 @@ def test_a_killed_study_goes_on_and_repeats_nothing(place):
     # The warm start is step 6 of the stand-in: 6 / 20.
     assert read(place, "mock_learn/warm_start.json")["measured"] == {"2": 0.1, "4": 0.2, "6": 0.3}
     keys = ("seeds", "reward_before", "reward_after", "delta", "ci_low", "ci_high")
-    expected = ([0, 1], 0.3, 1.0, *[pytest.approx(0.7)] * 3)
+    # Two tasks that both gain 0.7: Wilson's of the gain, and of a loss of 0, over two trials.
+    gain, loss = wilson(1.4, 2), wilson(0, 2)
+    interval = (0.7 - math.hypot(0.7 - gain[0], loss[1]), gain[1])
+    expected = ([0, 1], 0.3, 1.0, *map(pytest.approx, (0.7, *interval)))
     assert tuple(summary[key] for key in keys) == expected
     against = summary["sets"]["held_out"]["comparison"]
     assert {name: entry["delta"] for name, entry in against.items()} == {
