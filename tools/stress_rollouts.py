@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from components.chat.hermes import HermesRenderer
 from components.data.oracles import mock_oracle, play
+from components.policy.engine import Feed, in_rounds
 from components.rollout.agent_loop import Limits
 from components.rollout.specs import derive_seed
-from components.rollout.types import RolloutSpec, SampleRequest, SampleResult
+from components.rollout.types import RolloutSpec, SampleFailure, SampleRequest, SampleResult
 from components.rollout.workers import Failure, WorkerPool
 from tools.stress_checks import (
     adopted_orphans,
@@ -65,9 +66,11 @@ class ScriptedEngine:
         self._script = script
         self._num_said: Counter[str] = Counter()
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+    def generate(
+        self, requests: Sequence[SampleRequest], *, feed: Feed | None = None
+    ) -> list[SampleResult | SampleFailure]:
         """The next turn of each request's rollout."""
-        return [self._next(request.rollout_id) for request in requests]
+        return in_rounds(lambda some: [self._next(r.rollout_id) for r in some], requests, feed)
 
     def _next(self, rollout_id: str) -> SampleResult:
         turns = self._script[rollout_id]

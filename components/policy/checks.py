@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -111,23 +111,25 @@ def check_requests(
     *,
     max_tokens: int,
     vocab_size: int,
+    pending: Collection[str] = (),
 ) -> None:
-    """Check the requests of one call.
+    """Check requests that enter a call.
 
     Args:
-        requests: the call.
+        requests: they enter together.
         caches: what is kept, by rollout.
         max_tokens: longest context, sampled tokens included.
         vocab_size: ids are below it.
+        pending: rollouts with a turn in the call that has not ended.
 
     Raises:
         ValueError: naming the rollout, the setting and what is allowed.
     """
-    seen: set[str] = set()
+    seen = set(pending)
     for request in requests:
         if request.rollout_id in seen:
             raise ValueError(
-                f"rollout {request.rollout_id}: two requests in one call; send one turn at a time"
+                f"rollout {request.rollout_id}: two requests at once; send one turn at a time"
             )
         seen.add(request.rollout_id)
         _check_sizes(request, max_tokens)

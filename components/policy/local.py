@@ -11,8 +11,8 @@ Suffixes: ``B`` rollouts.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from components.policy.cache import BLOCK, RolloutCache, SharedPrefix
 from components.policy.checks import check_device, check_finite, check_requests, check_settings
 from components.policy.decode import DecodePass
 from components.policy.eager import eager_layers
+from components.policy.engine import Feed
 from components.policy.forward import Forward, Pack
 from components.policy.prefill import PackedRow, Segment, pack_rows
 from components.policy.sampling import sample, uniforms
+from components.policy.serve import Call
 from components.policy.spans import KvSizes, spans_of
 from components.policy.store import CacheStore, shared_part
 from components.policy.turn import EngineStats, Turn
@@ -38,7 +40,9 @@ class LocalEngine:
     on a CPU in fp32: alone or beside others, they are the same, and their log-probabilities are
     within 1e-5. In bf16 the products of rollouts that share a prefix with some of the batch only,
     and those of experts, may round otherwise. On a CPU the same calls give the same tokens in any
-    case. A call returns when all its turns have ended.
+    case. A turn that has ended leaves the batch, and what ``feed`` gives for it enters before the
+    next decode step if there is room: no turn waits for another to end. When that is depends on the
+    sequence of tokens alone, never on the clock.
 
     Args:
         model: shared with the trainer; its weights may change in place between syncs.
@@ -147,80 +151,77 @@ class LocalEngine:
         return self._forward.packed_bytes()
 
     @torch.no_grad()  # not inference_mode: its tensors may not meet autograd later (RoPE tables)
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """Sample one turn for each request.
+    def generate(
+        self, requests: Sequence[SampleRequest], *, feed: Feed | None = None
+    ) -> list[SampleResult]:
+        """Sample one turn for each request, and for each that ``feed`` gives.
 
         Args:
             requests: at most one per rollout.
+            feed: called after each forward pass; see ``PolicyEngine``.
 
         Returns:
-            The turns in the order of the requests.
+            The turns in the order of the requests' numbers.
 
         Raises:
-            ValueError: a request that is malformed, too long, or does not continue what was sent
-                before for its rollout. Nothing has been computed then.
+            ValueError: a request that is malformed, too long, does not continue what was sent
+                before for its rollout, or comes before its rollout's last turn has ended. Where it
+                is one of ``requests``, nothing has been computed; otherwise all caches are dropped.
             FloatingPointError: logits that are not finite; all caches are dropped.
         """
-        check_requests(
-            requests,
-            self._store.caches,
+        check = partial(
+            check_requests,
+            caches=self._store.caches,
             max_tokens=self._max_tokens,
             vocab_size=self._model.config.vocab_size,
         )
+        call = Call(requests, feed=feed, check=check, policy_version=self.policy_version)
         try:
             with eager_layers(self._model):
                 self._forward.refresh()
-                return self._serve(requests)
+                self._serve(call)
         except BaseException:
             self._reset()  # what was being filled cannot be trusted
             raise
+        return call.results()
 
-    def _serve(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        waiting = deque(enumerate(requests))
-        live: list[Turn] = []
-        done: dict[int, Turn] = {}
+    def _serve(self, call: Call) -> None:
         decode: DecodePass | None = None
-        while waiting or live:
+        while call.waiting or call.live:
             began = time.perf_counter()
-            admitted = self._admit_all(waiting, live)
+            admitted = self._admit_all(call)
             if admitted:
                 self._take(self._prefill(admitted), admitted)
-                live += admitted
+                call.live += admitted
                 self.stats.prefill_time_s += time.perf_counter() - began
             else:
                 assert decode is not None
-                self._take(self._decode(decode, live), live)
+                self._take(self._decode(decode, call.live), call.live)
                 self.stats.decode_time_s += time.perf_counter() - began
-            if admitted or any(turn.finish_reason for turn in live):
-                done |= {turn.index: turn for turn in live if turn.finish_reason}
-                live = [turn for turn in live if not turn.finish_reason]
-                live.sort(key=lambda turn: turn.cache.row)  # neighbours in the pool together
+            if call.settle() or admitted:
+                call.live.sort(key=lambda turn: turn.cache.row)  # neighbours in the pool together
                 decode = DecodePass(
                     self._store.pool,
-                    [turn.cache for turn in live],
+                    [turn.cache for turn in call.live],
                     device=self._forward.device,
                     size=self._max_batch_size if self._deterministic else 0,
                 )
-        version = self.policy_version
-        return [done[index].result(policy_version=version) for index in range(len(requests))]
 
-    def _admit_all(
-        self, waiting: deque[tuple[int, SampleRequest]], live: Sequence[Turn]
-    ) -> list[Turn]:
+    def _admit_all(self, call: Call) -> list[Turn]:
         """Take the next requests into the batch, in their order, while there is room for them."""
         admitted: list[Turn] = []
-        while waiting and len(live) + len(admitted) < self._max_batch_size:
-            index, request = waiting[0]
+        while call.waiting and len(call.live) + len(admitted) < self._max_batch_size:
+            index, request = call.waiting[0]
             room = self._store.make_room(
                 request,
                 length=len(request.context) + self._limit(request),
-                busy={t.request.rollout_id: t.max_length for t in (*live, *admitted)},
-                waiting={other.rollout_id for _, other in list(waiting)[1:]},
+                busy={t.request.rollout_id: t.max_length for t in (*call.live, *admitted)},
+                waiting={other.rollout_id for _, other in list(call.waiting)[1:]},
             )
             if not room:
-                assert live or admitted, "one rollout alone fits: the limit was checked"
+                assert call.live or admitted, "one rollout alone fits: the limit was checked"
                 break
-            waiting.popleft()
+            call.waiting.popleft()
             admitted.append(self._admit(index, request))
         self.stats.forgotten += self._store.take_forgotten()
         return admitted

@@ -17,23 +17,17 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from itertools import count
+from typing import Any
 
 from components.models.decoder import PolicyModel
 from components.models.lora import adapters
-from components.policy.checks import check_requests
-from components.policy.engine import EngineError
+from components.policy.engine import EngineError, Feed
 from components.policy.probe import ProbeReading, WeightProbe
-from components.policy.vllm_checks import check_addresses, check_server
-from components.policy.vllm_loop import Loop, agree, all_of, gather, pauses, rank_and_size
-from components.policy.vllm_server import (
-    MIN_TEMPERATURE,
-    NoAnswer,
-    NotServed,
-    Unavailable,
-    VLLMServer,
-)
+from components.policy.vllm_checks import check_addresses, check_server, check_turns
+from components.policy.vllm_loop import Loop, agree, all_of, gather, pauses, rank_and_size, stream
+from components.policy.vllm_server import NoAnswer, NotServed, Unavailable, VLLMServer
 from components.policy.vllm_weights import HINTS, WeightFiles, what_to_send
 from components.rollout.types import SampleFailure, SampleRequest, SampleResult
 
@@ -70,6 +64,7 @@ class VLLMEngine:
     """
 
     own_weights = True  # the servers have them; the model is read at a sync alone
+    clocked = False  # turns end when the servers answer
 
     def __init__(
         self,
@@ -210,28 +205,32 @@ class VLLMEngine:
 
     # ---- sampling ----------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailure]:
-        """Sample one turn for each request, all at once.
+    def generate(
+        self, requests: Sequence[SampleRequest], *, feed: Feed | None = None
+    ) -> list[SampleResult | SampleFailure]:
+        """Sample one turn for each request, and for each that ``feed`` gives, all at once.
 
         Args:
             requests: at most one per rollout.
+            feed: called when turns have ended, and now and then; see ``PolicyEngine``.
 
         Returns:
-            The turns in the order of the requests; a failure where none could be had.
+            The turns in the order of the requests' numbers; a failure where none could be had.
 
         Raises:
-            ValueError: a request that is malformed or too long. Nothing has been sent then.
+            ValueError: a request that is malformed or too long. It has not been sent.
             EngineError: a server refuses a request for good, or cannot be given its weights back.
         """
-        check_requests(requests, {}, max_tokens=self._max_tokens, vocab_size=self._vocab_size)
+        return self._loop.wait(stream(self._begin, requests, feed=feed))
+
+    def _begin(
+        self, requests: Sequence[SampleRequest], pending: Collection[str]
+    ) -> list[Coroutine[Any, Any, SampleResult | SampleFailure]]:
+        limits = {"max_tokens": self._max_tokens, "vocab_size": self._vocab_size}
+        check_turns(requests, pending=pending, **limits)
         for request in requests:
-            if 0 < request.temperature < MIN_TEMPERATURE:
-                raise ValueError(
-                    f"rollout {request.rollout_id}: temperature = {request.temperature}: vLLM "
-                    f"samples at {MIN_TEMPERATURE} or more, or at 0"
-                )
             self._place(request.rollout_id)  # in order: not in that of the answers
-        return self._loop.wait(all_of(map(self._turn, requests)))
+        return [self._turn(request) for request in requests]
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Forget where these rollouts were; ids that are not known are passed over."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from components.policy.engine import EngineError
+from components.policy.engine import EngineError, Feed
+from components.rollout.types import SampleFailure, SampleRequest, SampleResult
 
 if TYPE_CHECKING:
     import httpx
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+LOOK_S = 0.02
+"""Between two looks at the environments, where no turn ends before."""
 
 
 class Loop:
@@ -57,6 +60,50 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def stream(
+    begin: Callable[
+        [Sequence[SampleRequest], set[str]],
+        Iterable[Coroutine[Any, Any, SampleResult | SampleFailure]],
+    ],
+    requests: Sequence[SampleRequest],
+    *,
+    feed: Feed | None,
+) -> list[SampleResult | SampleFailure]:
+    """All turns of a call, each begun as soon as its request is there.
+
+    Args:
+        begin: checks requests, given the rollouts under way, and makes their turns.
+        requests: those that are there at the start.
+        feed: gives further ones. It runs here, so no other thread of it does; what comes back
+            meanwhile waits in its connection.
+
+    Returns:
+        The turns in the order of the requests' numbers; the first error ends all.
+    """
+    results: dict[int, SampleResult | SampleFailure] = {}
+    live: dict[asyncio.Task[SampleResult | SampleFailure], tuple[int, str]] = {}
+    num_requests = 0
+    try:
+        while requests or live:
+            turns = begin(requests, {name for _, name in live.values()})
+            for request, turn in zip(requests, turns, strict=True):
+                live[asyncio.ensure_future(turn)] = (num_requests, request.rollout_id)
+                num_requests += 1
+            patience = None if feed is None else LOOK_S
+            ended, _ = await asyncio.wait(
+                live, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            done = {live.pop(task)[0]: task.result() for task in ended}
+            results |= done
+            requests = () if feed is None else feed(sorted(done.items()))
+    except BaseException:
+        for task in live:
+            task.cancel()
+        await asyncio.gather(*live, return_exceptions=True)
+        raise
+    return [results[number] for number in range(num_requests)]
 
 
 def pauses() -> Iterator[float]:

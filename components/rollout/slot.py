@@ -64,6 +64,7 @@ class Slot:
         self._ready = False
         self._reply: Any = None
         self._deadline = 0.0
+        self._looked = 0.0
         self._timeout_s = 0.0
         self.idle = True
         """No episode or call is under way."""
@@ -99,7 +100,8 @@ class Slot:
         self.idle = False
         self.answered = False
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._looked = time.monotonic()
+        self._deadline = self._looked + timeout_s
         try:
             self._connection.send(order)
         except OSError:
@@ -202,24 +204,42 @@ class Slot:
         )
 
     @staticmethod
-    def gather(slots: Iterable[Slot], *, first_only: bool = False) -> None:
-        """Wait until every slot (or at least one) has answered, or run past its deadline."""
+    def gather(slots: Iterable[Slot], *, first_only: bool = False, patient: bool = True) -> None:
+        """Wait until every slot (or at least one) has answered, or run past its deadline.
+
+        Args:
+            slots: to which something was sent.
+            first_only: one answer is enough.
+            patient: False to take what is there, and to end those past their deadline.
+        """
         slots = list(slots)
+        now = time.monotonic()
+        for slot in slots:
+            # Nobody looked: it may be that this process was stopped then.
+            slot._forgive(now - slot._looked)
+            slot._looked = now
         while True:
             pending = {slot._connection: slot for slot in slots if not slot.answered}
             if not pending or (first_only and len(pending) < len(slots)):
                 return
             start = time.monotonic()
             left = min(slot._deadline for slot in pending.values()) - start
-            patience = min(max(0.0, left), _TICK_S)
+            patience = min(max(0.0, left), _TICK_S) if patient else 0.0
             for connection in wait(list(pending), patience):  # type: ignore[arg-type]
                 pending.pop(connection)._receive()  # type: ignore[arg-type]
-            late = time.monotonic() - start - patience
+            now = time.monotonic()
             for slot in pending.values():
-                if late > _TICK_S:
-                    slot._deadline += late
-                elif time.monotonic() >= slot._deadline:
+                slot._looked = now
+                if not slot._forgive(now - start - patience) and now >= slot._deadline:
                     slot._expire()
+            if not patient:
+                return
+
+    def _forgive(self, late_s: float) -> bool:
+        """Move the deadline by time that is not the worker's; little of it does not count."""
+        if late_s > _TICK_S:
+            self._deadline += late_s
+        return late_s > _TICK_S
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """A pool of worker processes that play episodes against one policy engine.
 
-Each worker plays one rollout at a time. The pool works in rounds, in logical time: every live
-rollout's next request is awaited; a rollout that has ended frees its worker for the next spec,
-which joins the round; the engine samples for all of them in the order of the specs, the results go
-back. So which requests share a batch depends on the specs alone, never on who was quick.
+Each worker plays one rollout at a time. A turn that has been sampled goes to its worker at once and
+the worker's next request joins the engine's batch, whatever the others do; a rollout that has ended
+frees its worker for the next spec. All that is in logical time (``components/rollout/stream.py``):
+which requests share a batch depends on the specs and the tokens alone, never on who was quick.
 
 Workers come from a forkserver that has imported ``preload`` and never torch: forking a process in
 which torch or gloo threads run is unsafe, and spawning imports tau2 anew each time (4-20 s).
@@ -23,9 +23,9 @@ from components.chat.base import Renderer
 from components.envs.base import Env
 from components.policy.engine import PolicyEngine
 from components.rollout.agent_loop import Limits, prompt_tokens
-from components.rollout.episode import failed_rollout
 from components.rollout.slot import Failure, Slot, WorkerRefused
-from components.rollout.types import Rollout, RolloutSpec, SampleRequest
+from components.rollout.stream import Stream
+from components.rollout.types import Rollout, RolloutSpec
 
 __all__ = ["Failure", "WorkerPool", "WorkerRefused", "worker_pool"]
 
@@ -47,6 +47,9 @@ class WorkerPool:
         worker_memory_mib: most MiB of address space that a worker may add to what it has when it
             starts (Linux). Allocations beyond fail; a worker that comes within a tenth of it ends
             and is replaced, and its rollout becomes ``error_infra``. No limit if None.
+        reply_delay: steps of the engine from the end of a turn until its worker's answer is waited
+            for. 0: at once, and the others wait with it. Where environments are slow, some steps
+            let the engine go on meanwhile, and the answer enters then, early as it may have come.
 
     Raises:
         ValueError: a setting out of range, or a callable that lives in ``__main__``.
@@ -64,6 +67,7 @@ class WorkerPool:
         start_timeout_s: float = 300.0,
         preload: tuple[str, ...] = (),
         worker_memory_mib: int | None = None,
+        reply_delay: int = 0,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: must be at least 1")
@@ -72,11 +76,14 @@ class WorkerPool:
                 raise ValueError(f"{name}={value}: must be above 0")
         if worker_memory_mib is not None and worker_memory_mib < 1:
             raise ValueError(f"worker_memory_mib={worker_memory_mib}: must be at least 1, or None")
+        if reply_delay < 0:
+            raise ValueError(f"reply_delay={reply_delay}: must be 0 or more")
         _check_temperature(temperature)
         pickled = pickle.dumps((make_env, make_renderer, limits, worker_memory_mib))
         if b"__main__" in pickled:
             raise ValueError("make_env, make_renderer: not importable, they live in __main__")
         self.env_timeout_s = env_timeout_s
+        self.reply_delay = reply_delay
         self.limits = limits
         self.temperature = temperature
         context = multiprocessing.get_context("forkserver")
@@ -103,8 +110,10 @@ class WorkerPool:
             specs: orders; their ``rollout_id`` must differ.
             engine: samples the turns; told to release each rollout that has ended.
             temperature: of the sampling; the pool's own if None.
-            on_done: called with each finished rollout, in a deterministic order.
-            on_round: called before each batch is sampled; what it raises ends the run.
+            on_done: called with each finished rollout, in a deterministic order if the engine is
+                ``clocked``.
+            on_round: called before anything is sampled and after each step of the engine; what it
+                raises ends the run.
 
         Returns:
             One rollout for each spec, in the order of ``specs``.
@@ -121,50 +130,18 @@ class WorkerPool:
         orders = [("episode", spec, temperature) for spec in specs]
         with self._busy():
             try:
-                return self._rounds(orders, engine, on_done or _ignore, on_round or _ignore)
+                return Stream(
+                    orders,
+                    self._slots,
+                    engine,
+                    timeout_s=self.env_timeout_s,
+                    reply_delay=self.reply_delay,
+                    on_done=on_done or _ignore,
+                    on_round=on_round or _ignore,
+                ).play()
             except BaseException:
                 engine.release(ids)
                 raise
-
-    def _rounds(
-        self,
-        orders: Sequence[tuple[str, RolloutSpec, float]],
-        engine: PolicyEngine,
-        on_done: Callable[[Rollout], object],
-        on_round: Callable[[], None],
-    ) -> list[Rollout]:
-        rollouts: dict[int, Rollout] = {}
-        waiting = deque(enumerate(orders))
-        free = deque(self._slots)
-        live: dict[int, Slot] = {}  # by index of the spec, as all that follows
-        requests: dict[int, SampleRequest] = {}
-        while waiting or live:
-            while waiting and free:
-                index, order = waiting.popleft()
-                live[index] = slot = free.popleft()
-                slot.send(order, timeout_s=self.env_timeout_s)
-            busy = sorted(live.keys() - requests.keys())
-            Slot.gather(live[index] for index in busy)
-            for index in busy:
-                reply = live[index].take_reply()
-                if isinstance(reply, Failure):
-                    reply = failed_rollout(orders[index][1], reply.status, reply.error)
-                elif isinstance(reply, SampleRequest):
-                    requests[index] = reply
-                    continue
-                rollouts[index] = reply
-                free.append(live.pop(index))
-                engine.release([reply.spec.rollout_id])
-                on_done(reply)
-            if requests and not (waiting and free):
-                on_round()
-                batch = sorted(requests)
-                results = engine.generate([requests[index] for index in batch])
-                assert len(results) == len(batch), "an engine answers every request"
-                for index, result in zip(batch, results, strict=True):
-                    live[index].send(("sampled", result), timeout_s=self.env_timeout_s)
-                requests = {}
-        return [rollouts[index] for index in range(len(orders))]
 
     def check_prompts(
         self, specs: Sequence[RolloutSpec], *, on_round: Callable[[], None] | None = None

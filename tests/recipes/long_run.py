@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from components.policy.engine import in_rounds
 from components.rollout.recorder import Recorder
 from components.training.config import load_config, validate
 from recipes.grpo_agentic import SCHEMA, GRPOAgentic, check
@@ -77,14 +78,15 @@ class MeasuredRun(GRPOAgentic):
     def _play(self, *args: Any, **kwargs: Any) -> list:
         generate = self.engine.generate
 
-        def timed(requests: Sequence[Any]) -> list:
+        def round_of(requests: Sequence[Any]) -> list:
             begin, used = time.perf_counter(), time.process_time()
             results = generate(requests)
             self._calls.append((begin, time.perf_counter(), time.process_time() - used))
             self.report["cache_mib"] = round(self.engine.cache_bytes() / 2**20, 1)
             return results
 
-        self.engine.generate = timed
+        # Rounds, which continuous batching has not: a turn of every rollout is one thing to time.
+        self.engine.generate = lambda requests, *, feed=None: in_rounds(round_of, requests, feed)
         rollouts = super()._play(*args, **kwargs)
         with Recorder(Path(self.cfg.output_dir) / "ledgers.jsonl", full_tokens=True) as recorder:
             recorder.write(self.step + 1, rollouts)

@@ -19,7 +19,8 @@ from typing import Any
 import tests.tiny
 from components.chat.hermes import HermesRenderer
 from components.envs.base import Message, Reward, Task, ToolSpec, Trajectory, UserError
-from components.rollout.types import RolloutSpec, SampleRequest, SampleResult
+from components.policy.engine import Feed, in_rounds
+from components.rollout.types import RolloutSpec, SampleFailure, SampleRequest, SampleResult
 
 TOOLS = (
     ToolSpec(
@@ -135,7 +136,14 @@ class FakeEngine:
         self.requests: list[SampleRequest] = []
         self.released: list[str] = []
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+    def generate(
+        self, requests: Sequence[SampleRequest], *, feed: Feed | None = None
+    ) -> list[SampleResult | SampleFailure]:
+        return in_rounds(self.sample_all, requests, feed)
+
+    def sample_all(
+        self, requests: Sequence[SampleRequest]
+    ) -> Sequence[SampleResult | SampleFailure]:
         self.batches.append([request.rollout_id for request in requests])
         self.requests += requests
         return [self._one(request, self.batches[-1]) for request in requests]

@@ -115,7 +115,7 @@ class TestRounds:
 
     def test_an_error_of_the_engine_leaves_a_usable_pool(self, pool):
         class Broken(FakeEngine):
-            def generate(self, requests):
+            def sample_all(self, requests):
                 raise KeyError("out of memory")
 
         engine = Broken()
@@ -128,8 +128,8 @@ class TestRounds:
 
     def test_a_turn_that_could_not_be_sampled_loses_its_rollout_and_no_other(self, pool):
         class Lossy(FakeEngine):
-            def generate(self, requests):
-                turns = super().generate(requests)
+            def sample_all(self, requests):
+                turns = super().sample_all(requests)
                 lost = SampleFailure(error="the server is gone")
                 number = len(self.batches)
                 return [
