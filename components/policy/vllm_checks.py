@@ -1,15 +1,17 @@
-"""What a vLLM server must offer, asked before anything is computed.
+"""What a vLLM server must offer, asked before anything is computed, and what it is not sent.
 
-Every error names the option of ``vllm serve`` that was missing.
+Every error of a server names the option of ``vllm serve`` that was missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from urllib.parse import urlsplit
 
+from components.policy.checks import check_requests
 from components.policy.engine import EngineError
-from components.policy.vllm_server import Refused, Unavailable, VLLMServer
+from components.policy.vllm_server import MIN_TEMPERATURE, Refused, Unavailable, VLLMServer
+from components.rollout.types import SampleRequest
 
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.32 or newer)"
 _RUNTIME_LORA = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
@@ -163,3 +165,30 @@ async def _config(server: VLLMServer, max_tokens: int, lora_rank: int | None) ->
             f"{server.address} takes adapters of rank {max_lora_rank} at most, the model's have "
             f"{lora_rank}: start it with --max-lora-rank {lora_rank} or the next that it allows"
         )
+
+
+def check_turns(
+    requests: Sequence[SampleRequest],
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    pending: Collection[str],
+) -> None:
+    """Check requests that enter a call.
+
+    Args:
+        requests: they enter together.
+        max_tokens: longest context, sampled tokens included.
+        vocab_size: ids are below it.
+        pending: rollouts with a turn in the call that has not ended.
+
+    Raises:
+        ValueError: naming the rollout, the setting and what is allowed.
+    """
+    check_requests(requests, {}, max_tokens=max_tokens, vocab_size=vocab_size, pending=pending)
+    for request in requests:
+        if 0 < request.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"rollout {request.rollout_id}: temperature = {request.temperature}: vLLM "
+                f"samples at {MIN_TEMPERATURE} or more, or at 0"
+            )
