@@ -29,8 +29,9 @@ def play_rollouts(
         temperature: of the sampling.
         label: of the progress bar.
         show: whether to draw one; it is drawn on a terminal only.
-        check_stop: called before each batch is sampled; what it raises ends the work.
-        on_done: called with each rollout that has ended, in a deterministic order.
+        check_stop: called before anything is sampled and after each step of the engine; what it
+            raises ends the work.
+        on_done: called with each rollout that has ended; see ``WorkerPool.run``.
     """
     from tqdm import tqdm
 

@@ -17,6 +17,7 @@ ROLLOUT = {
     "env_timeout_s": Float(gt=0),
     "preload": ListOf(Str(), default=[]),
     "worker_memory_mib": Int(min=1, default=None),
+    "reply_delay": Int(min=0, default=0),
 }
 """The limits of a rollout and the workers that play it; see ``worker_pool``."""
 

@@ -277,6 +277,52 @@ def test_a_slow_server_costs_its_deadline_once(directory, server):
     assert "timeout_s=0.6" in turns[0].error  # type: ignore[union-attr]
 
 
+def test_a_slow_turn_holds_up_no_other_rollout(directory, server):
+    """Of r0 and r1 one is held for a while; meanwhile the other plays two more turns."""
+    engine = make(full_model(directory), server)
+    expected = engine.generate([request(f"r{i}") for i in range(2)])
+    server.faults[GENERATE] = [slow(1.5)]
+    ended: list[tuple[int, Any]] = []
+    threads = set()
+
+    def feed(done):
+        threads.add(threading.get_ident())
+        ended.extend(done)
+        quick = [number for number, _ in done if number < 2 and len(ended) == 1]
+        if quick:
+            return [request(f"r{quick[0]}", length=9)]
+        return [request("r9", length=6)] if [n for n, _ in done] == [2] else []
+
+    turns = engine.generate([request(f"r{i}") for i in range(2)], feed=feed)
+    numbers = [number for number, _ in ended]
+    assert sorted(numbers) == [0, 1, 2, 3]
+    assert numbers[1:3] == [2, 3]  # before the slow one, which is the last
+    assert turns == [turn for _, turn in sorted(ended)]
+    assert turns[:2] == expected
+    again = engine.generate([request("r9", length=6)])
+    assert turns[3] == again[0]
+    assert threads == {threading.get_ident()}
+
+
+def test_what_feed_gives_is_checked_and_its_errors_end_the_call(directory, server):
+    engine = make(full_model(directory), server)
+    server.faults[GENERATE] = [slow(20.0)]  # the other is back at once
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"rollout r[01]: two requests at once"):
+        engine.generate(
+            [request("r0"), request("r1")], feed=lambda _: [request("r0"), request("r1")]
+        )
+
+    def broken(done):
+        raise KeyError("no such worker")
+
+    server.faults[GENERATE] = [slow(20.0)]
+    with pytest.raises(KeyError, match="no such worker"):
+        engine.generate([request("r0"), request("r1")], feed=broken)
+    assert time.monotonic() - begin < 10
+    sampled(engine.generate([request("r0")])[0])
+
+
 def test_another_server_takes_over(directory, server):
     with FakeVLLM(directory) as other:
         engine = make(full_model(directory), server, other, retries=1)
