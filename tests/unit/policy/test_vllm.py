@@ -308,17 +308,16 @@ def test_what_feed_gives_is_checked_and_its_errors_end_the_call(directory, serve
     engine = make(full_model(directory), server)
     server.faults[GENERATE] = [slow(20.0)]  # the other is back at once
     begin = time.monotonic()
+    both = [request("r0"), request("r1")]
     with pytest.raises(ValueError, match=r"rollout r[01]: two requests at once"):
-        engine.generate(
-            [request("r0"), request("r1")], feed=lambda _: [request("r0"), request("r1")]
-        )
+        engine.generate(both, feed=lambda _: both)
 
     def broken(done):
         raise KeyError("no such worker")
 
     server.faults[GENERATE] = [slow(20.0)]
     with pytest.raises(KeyError, match="no such worker"):
-        engine.generate([request("r0"), request("r1")], feed=broken)
+        engine.generate(both, feed=broken)
     assert time.monotonic() - begin < 10
     sampled(engine.generate([request("r0")])[0])
 

@@ -6,14 +6,14 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 from components.policy.engine import Feed, in_rounds
 from components.policy.local import LocalEngine
-from components.rollout.agent_loop import Limits
 from components.rollout.recorder import Recorder
 from components.rollout.slot import Slot
 from components.rollout.types import Rollout, SampleRequest, SampleResult
@@ -33,7 +33,7 @@ class StepEngine(FakeEngine):
 
     def __init__(
         self,
-        lengths: dict[str, Sequence[int]],
+        lengths: Mapping[str, Sequence[int]],
         *,
         after_step: Callable[[int], None] = lambda step: None,
     ) -> None:
@@ -83,7 +83,7 @@ def pool() -> Iterator[WorkerPool]:
 LENGTHS = {"r0": (6, 2), "r1": (1, 4), "r2": (2,), "r3": (3, 1)}
 
 
-def specs_of(lengths: dict[str, Sequence[int]]) -> list:
+def specs_of(lengths: Mapping[str, Sequence[int]]) -> list:
     return [spec(f"user_stop:{len(turns)}", rollout_id=name) for name, turns in lengths.items()]
 
 
@@ -114,28 +114,22 @@ def test_nobody_waits_for_the_slowest(pool):
 
 
 def test_a_reply_enters_when_it_is_due():
-    """With a delay of 2: r1's answer is there after step 3, r2's worker is free after step 4 and
-    r3 is asked for its first turn after 6. Where nothing is sampled, the clock jumps."""
+    """With a delay of 2: r1's turn ends with step 1, its next enters after 3. r2's ends with 2, its
+    worker is free after 4, and r3's first enters after 6. r0's ends with 6, its next enters after
+    8. r3's ends with 9 and is due after 11, but r0's ends with 10: nothing is sampled then, so the
+    clock jumps to what is due first."""
     with make_pool(reply_delay=2) as pool:
         engine = StepEngine(LENGTHS)
         pool.run(specs_of(LENGTHS), engine)
-    assert (
-        engine.entered
-        == [
-            (0, ["r0", "r1", "r2"]),
-            (3, ["r1"]),
-            (6, ["r3"]),
-            (8, ["r0"]),
-            (10, ["r3"]),  # its 3 tokens ended with step 9, and r0 ended after 10: it was due first
-        ]
-        or engine.entered[:4]
-        == [
-            (0, ["r0", "r1", "r2"]),
-            (3, ["r1"]),
-            (6, ["r3"]),
-            (8, ["r0"]),
-        ]
-    )
+    assert engine.entered == [
+        (0, ["r0", "r1", "r2"]),
+        (3, ["r1"]),
+        (6, ["r3"]),
+        (8, ["r0"]),
+        (10, ["r3"]),
+    ]
+    assert engine.num_steps == 11
+    assert engine.released == ["r2", "r1", "r0", "r3"]
 
 
 @pytest.mark.parametrize("reply_delay", [0, 3])
@@ -191,10 +185,10 @@ def test_a_worker_killed_in_the_middle_of_a_turn_loses_its_rollout_alone():
 
 
 def test_without_a_clock_a_slow_environment_holds_up_nobody():
-    """r0's environment hangs after its first turn; r1 plays on meanwhile, and its end comes first."""
+    """r0's environment hangs after its first turn; r1 plays on meanwhile, and ends first."""
     orders = [spec("hang:1", rollout_id="r0"), spec("user_stop:3", rollout_id="r1")]
-    engine = PollEngine({"r0": (1,), "r1": (1, 1, 1)}, after_step=lambda step: time.sleep(0.01))
-    engine.lengths["r1"] = [20, 20, 20]
+    lengths = {"r0": (1,), "r1": (20, 20, 20)}
+    engine = PollEngine(lengths, after_step=lambda step: time.sleep(0.01))
     done: list[str] = []
     with make_pool(env_timeout_s=2.0) as pool:
         begin = time.monotonic()
@@ -208,8 +202,6 @@ def test_time_in_which_nobody_looked_is_not_the_workers():
     """This process is stopped between a request and the look at its answer: no deadline passes."""
     slot = Slot(None, b"", preload=(), start_timeout_s=1.0)  # type: ignore[arg-type]
     read, write = os.pipe()
-    from multiprocessing.connection import Connection
-
     try:
         slot._connection = Connection(read, writable=False)
         now = time.monotonic()
@@ -267,4 +259,3 @@ def test_what_is_recorded_equals_that_of_rounds_byte_by_byte(tmp_path, monkeypat
 def test_reply_delay_is_checked():
     with pytest.raises(ValueError, match="reply_delay=-1: must be 0 or more"):
         make_pool(reply_delay=-1)
-    assert Limits is type(LIMITS)
