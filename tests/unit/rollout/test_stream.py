@@ -101,7 +101,7 @@ def test_nobody_waits_for_the_slowest(pool):
         (5, ["r3"]),
         (6, ["r0"]),
     ]
-    assert engine.num_steps == 8  # in rounds 6 + 4 + 2: the sums of the longest of each
+    assert engine.num_steps == 8  # in rounds 6 + 4 + 1, the longest turn of each
     assert [(step, s.rollout_id) for step, s in done] == [
         (2, "r2"),
         (5, "r1"),
