@@ -239,19 +239,19 @@ class CutEngine:
 def test_what_is_recorded_equals_that_of_rounds_byte_by_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "VOCAB", 512)
     model = tiny.tiny_model("all")
-    limits = dataclasses.replace(LIMITS, max_turns=4, max_refused=4, max_turn_tokens=40)
+    limits = dataclasses.replace(LIMITS, max_turns=4, max_refused=4, max_tokens=1200)
     specs = [spec("max_steps:3", member=i) for i in range(6)]
     steps, lines = [], []
-    for rounds in (True, False):
+    for rounds, reply_delay in ((True, 0), (False, 0), (False, 3)):
         engine = LocalEngine(model, max_tokens=1200, max_batch_size=3)
-        with make_pool(limits=dataclasses.replace(limits, max_tokens=1200)) as pool:
+        with make_pool(limits=limits, reply_delay=reply_delay) as pool:
             rollouts = pool.run(specs, CutEngine(engine, rounds=rounds))
-        path = tmp_path / f"{rounds}.jsonl"
+        path = tmp_path / f"{rounds}{reply_delay}.jsonl"
         with Recorder(path, full_tokens=True, decode=make_renderer().decode) as recorder:
             recorder.write(0, without_times(rollouts))
         steps.append(engine.stats.decode_steps)
         lines.append(path.read_bytes())
-    assert lines[0] == lines[1]
+    assert lines[0] == lines[1] == lines[2]
     assert len(lines[0].splitlines()) == 6
     assert steps[1] < 0.8 * steps[0]
 
