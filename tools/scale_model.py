@@ -1,9 +1,13 @@
 """A discrete-event model of rollouts, for ``simulate_scale.py``.
 
-What is simulated is what the code does. Each rank's pool plays in rounds: it waits for the
-environments of all live rollouts, asks for all their next turns at once, and waits for all answers.
-A server takes the new tokens of the requests that wait, then makes one token for each live request
-per step; what arrives meanwhile joins at the next step.
+Each rank's pool plays in rounds: it waits for the environments of all live rollouts, asks for all
+their next turns at once, and waits for all answers. A server takes the new tokens of the requests
+that wait, then makes one token for each live request per step; what arrives meanwhile joins at the
+next step.
+
+Pools do not play in rounds any more (``components/rollout/stream.py``): a turn that has ended goes
+on at once. For recorded runs that did, and costs fitted to them, the model is what the code did;
+of later ones it overstates the waiting, the more so the more the lengths of turns differ.
 """
 
 from __future__ import annotations
