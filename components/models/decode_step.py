@@ -122,12 +122,10 @@ class DecodeStep:
         """Several linears of one input, side by side."""
         dtype = self._model.tok_embeddings.weight.dtype
         if all(_is_packable(linear) and linear.weight.dtype == dtype for linear in linears):
-            return self._counted(_Product(linears, num_rows=num_rows))
+            product = _Product(linears, num_rows=num_rows)
+            self.num_bytes += product.num_bytes
+            return product
         return lambda x: torch.cat([linear(x) for linear in linears], -1)
-
-    def _counted(self, product: _Product) -> _Product:
-        self.num_bytes += product.num_bytes
-        return product
 
 
 class _Head(nn.Module):
@@ -201,7 +199,6 @@ class _Layer:
         self._rope = attn.pos_embeddings
         self._attn_norm, self._feed_norm = _norm(layer.sa_norm), _norm(layer.mlp_norm)
         self._scales = layer.sa_scale, layer.mlp_scale
-        self._plain = all(type(scale) is nn.Identity for scale in self._scales)
 
     def __call__(
         self, x: Tensor, attend: Attend, input_pos: Tensor, turns: dict[int, Tensor]
@@ -221,9 +218,6 @@ class _Layer:
             scale=attn.scale,
         )
         out = self._combine(out.reshape(len(x), -1))
-        if self._plain:
-            x = x + out
-            return x + self._feed(self._feed_norm(x))
         x = self._scales[0](out) + x
         return x + self._scales[1](self._feed(self._feed_norm(x)))
 
@@ -274,18 +268,22 @@ def _is_known(layer: nn.Module) -> bool:
     if type(layer) is not TransformerSelfAttentionLayer:
         return False
     attn = layer.attn
-    if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, attn, layer.mlp)):
+    if any(map(_has_hooks, (layer, attn, layer.mlp))):
         return False
     if type(attn) is TuneAttention:
         return attn.softcap is None and not attn.cache_enabled and attn.attn_dropout == 0.0
     return type(attn) is SinkAttention and attn.softcap is None
 
 
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _is_packable(linear: Any) -> bool:
     """Whether it is a plain linear map of dense weights, adapted or not."""
     if type(linear) not in (nn.Linear, LoRALinear, AdapterLinear, _Head) or is_nf4(linear.weight):
         return False
-    if linear._forward_hooks or linear._forward_pre_hooks:
+    if _has_hooks(linear):
         return False
     return type(getattr(linear, "dropout", None)) in (type(None), nn.Identity)
 

@@ -175,16 +175,13 @@ class PrefillPass:
 
     def _attend_dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         out = torch.empty_like(q)
-        for first, last, store, start, prefix in self._segments:
-            keys, values = [k[0, :, first:last]], [v[0, :, first:last]]
-            for holder, stop in ((store, start), (prefix, 0 if prefix is None else len(prefix))):
-                if stop:
-                    assert holder is not None
-                    kept = holder.read(layer, stop)
-                    keys.insert(0, kept[0])
-                    values.insert(0, kept[1])
+        for first, last, store, _, prefix in self._segments:
+            held = [x for x in (prefix, store) if x is not None and self._stops[id(x)]]
+            pairs = [x.read(layer, self._stops[id(x)]) for x in held]
+            pairs.append((k[0, :, first:last], v[0, :, first:last]))
+            keys, values = (torch.cat(x, 1) for x in zip(*pairs, strict=True))
             out[0, :, first:last] = self._dense.attend(
-                q[0, :, first:last], torch.cat(keys, 1), torch.cat(values, 1), scale=scale
+                q[0, :, first:last], keys, values, scale=scale
             )
         return out
 

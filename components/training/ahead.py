@@ -32,6 +32,7 @@ from components.training.metrics import Timer
 from components.training.parallelize import World, own_stream
 from components.training.refill import play_groups
 from components.training.stop import StopRequested, StopSignal
+from components.training.update_checks import refills_ahead
 
 __all__ = ["Apart", "Batch", "BatchSettings", "Batches", "batch_settings_from"]
 
@@ -75,12 +76,11 @@ class Batches:
         world: World,
     ) -> None:
         self._max_staleness = settings.max_staleness
-        if self._max_staleness > 0 and settings.max_refills > 0 and world.size > 1:
-            raise ValueError(
-                f"dynamic_sampling.max_refills = {settings.max_refills}: with {world.size} ranks "
-                f"and rollout.max_staleness = {self._max_staleness} it must be 0: the ranks would "
-                "have to agree on refills while they train"
-            )
+        problem = refills_ahead(
+            settings.max_refills, ranks=world.size, max_staleness=self._max_staleness
+        )
+        if problem is not None:
+            raise ValueError(problem)
         tasks: Iterator[Task] = chain.from_iterable(loader)
         self.loader_state: dict[str, Any] = loader.state_dict()
         """Once the tasks of the last finished step were drawn."""

@@ -59,12 +59,9 @@ def _stale_ranks(cfg: Mapping[str, Any]) -> list[str]:
     problems = []
     if ranks == 1 or not stale:
         return problems
-    if refills := at(cfg, "dynamic_sampling.max_refills"):
-        problems.append(
-            f"dynamic_sampling.max_refills = {refills}: with {ranks} ranks and "
-            f"rollout.max_staleness = {stale} it must be 0: the ranks would have to agree on "
-            "refills while they train"
-        )
+    refills = at(cfg, "dynamic_sampling.max_refills")
+    if problem := refills_ahead(refills, ranks=ranks, max_staleness=stale):
+        problems.append(problem)
     if stale > 1 and cfg["ratio"] == "proximal":
         problems.append(
             f"rollout.max_staleness = {stale}: must be at most 1 with {ranks} ranks and ratio = "
@@ -72,6 +69,17 @@ def _stale_ranks(cfg: Mapping[str, Any]) -> list[str]:
             "but with more than 1 each may have sampled with others"
         )
     return problems
+
+
+def refills_ahead(max_refills: int, *, ranks: int, max_staleness: int) -> str | None:
+    """Why several ranks cannot refill groups while they train; None if they need not."""
+    if ranks == 1 or not max_refills or not max_staleness:
+        return None
+    return (
+        f"dynamic_sampling.max_refills = {max_refills}: with {ranks} ranks and "
+        f"rollout.max_staleness = {max_staleness} it must be 0: the ranks would have to agree on "
+        "refills while they train"
+    )
 
 
 def engine_apart(cfg: Mapping[str, Any]) -> bool:

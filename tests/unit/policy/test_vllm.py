@@ -364,6 +364,15 @@ def test_requests_are_checked_before_anything_is_sent(directory, server):
     assert len(server.seen) == number
 
 
+@pytest.fixture
+def usual_sigint() -> Iterator[None]:
+    """SIGINT as Python has it: a script's background jobs are started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_sigint")
 def test_ctrl_c_ends_what_is_under_way(directory, server):
     engine = make(full_model(directory), server, timeout_s=60.0)
     server.faults[GENERATE] = [slow(20.0)]
