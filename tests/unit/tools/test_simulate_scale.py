@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from tools import simulate_scale
-from tools.scale_model import Costs, Episode, Turn, play
-from tools.scale_run import check, fit, holdout, read_run
-from tools.scale_steps import train
+from tools.scale_model import Costs, Episode, Turn
+from tools.scale_run import Run, Step, check, fit, holdout, read_run
+from tools.scale_steps import play, train
 
 COSTS = Costs(prefill_token_s=0.01, decode_step_s=0.1)
 
@@ -29,37 +29,43 @@ def episode(*turns, trained=0.0):
     )
 
 
-def seconds(*ranks, costs=COSTS, servers=1, workers=8):
-    return play(ranks, costs, servers=servers, workers=workers).seconds
+def seconds(*ranks, costs=COSTS, servers=1, workers=8, reply_delay=None):
+    found = play(ranks, costs, servers=servers, workers=workers, reply_delay=reply_delay)
+    return found.seconds
 
 
-def test_one_turn_is_its_prompt_and_a_step_for_each_further_token():
-    assert seconds([episode((10, 5, 0.3))]) == pytest.approx(0.3 + 10 * 0.01 + 4 * 0.1)
+BOTH = pytest.mark.parametrize("reply_delay", [0, None])
 
 
-def test_the_shared_prompt_is_computed_once():
+@BOTH
+def test_one_turn_is_its_prompt_and_a_step_for_each_further_token(reply_delay):
+    rollout = [episode((10, 5, 0.3))]
+    assert seconds(rollout, reply_delay=reply_delay) == pytest.approx(0.3 + 10 * 0.01 + 4 * 0.1)
+
+
+@BOTH
+def test_the_shared_prompt_is_computed_once(reply_delay):
     costs = Costs(prefill_token_s=0.01, decode_step_s=0.1, shared_tokens=100)
-    found = play([[episode((10, 2)), episode((20, 2))]], costs, servers=1, workers=8)
+    rollouts = [episode((10, 2)), episode((20, 2))]
+    found = play([rollouts], costs, servers=1, workers=8, reply_delay=reply_delay)
     assert found.seconds == pytest.approx(1.3 + 0.1)
     assert found.prefill_tokens == 130
 
 
-def test_a_step_makes_a_token_for_all_and_costs_more_for_more():
+@BOTH
+def test_a_step_makes_a_token_for_all_and_costs_more_for_more(reply_delay):
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.1, decode_token_s=0.01)
     # 2 steps of two rollouts, then 3 of the longer one
-    assert seconds([episode((1, 3)), episode((1, 6))], costs=costs) == pytest.approx(
-        2 * 0.12 + 3 * 0.11
-    )
+    rollouts = [episode((1, 3)), episode((1, 6))]
+    found = seconds(rollouts, costs=costs, reply_delay=reply_delay)
+    assert found == pytest.approx(2 * 0.12 + 3 * 0.11)
 
 
-def test_a_round_waits_for_its_slowest_turn_and_environment():
-    first, second = episode((0, 2, 0.5), (0, 2, 0.1)), episode((0, 11, 0.1), (0, 2, 0.7))
-    assert seconds([first, second]) == pytest.approx((0.5 + 1.0) + (0.7 + 0.1))
-
-
-def test_who_finds_no_worker_waits():
-    assert seconds([episode((0, 3))] * 4, workers=4) == pytest.approx(0.2)
-    assert seconds([episode((0, 3))] * 4, workers=2) == pytest.approx(0.4)
+@BOTH
+def test_who_finds_no_worker_waits(reply_delay):
+    rollouts = [episode((0, 3))] * 4
+    assert seconds(rollouts, workers=4, reply_delay=reply_delay) == pytest.approx(0.2)
+    assert seconds(rollouts, workers=2, reply_delay=reply_delay) == pytest.approx(0.4)
 
 
 def test_servers_share_the_rollouts_of_a_rank():
@@ -71,7 +77,7 @@ def test_servers_share_the_rollouts_of_a_rank():
 def test_what_arrives_meanwhile_joins_at_the_next_step():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.1)
     first, late = episode((0, 11)), episode((0, 21, 0.25))  # two ranks, one server
-    found = play([[first], [late]], costs, servers=1, workers=1)
+    found = play([[first], [late]], costs, servers=1, workers=1, reply_delay=None)
     assert found.seconds == pytest.approx(0.3 + 20 * 0.1)
     assert found.decode_tokens == 10 + 20
     assert found.server_busy_s == pytest.approx(2.3)
@@ -83,7 +89,7 @@ def steps(played, update, *, staleness, sync=0.0, num=4):
         prefill_token_s=played, decode_step_s=0.0, update_token_s=update, sync_s=sync, other_s=0.0
     )
     batches = [[[episode((1, 1), trained=1.0)]]] * num
-    return train(batches, costs, servers=1, workers=1, staleness=staleness).step_s
+    return train(batches, costs, servers=1, workers=1, staleness=staleness, reply_delay=None).step_s
 
 
 def test_steps_one_after_the_other():
@@ -100,14 +106,17 @@ def test_ahead_a_step_is_the_longer_of_the_two():
 def test_a_stale_batch_costs_another_forward_pass():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.0, update_token_s=3.0, forward_token_s=1.0)
     batches = [[[episode((1, 1), trained=2.0)]]] * 3
-    found = [train(batches, costs, servers=1, workers=1, staleness=k).update_s for k in (0, 1)]
+    found = [
+        train(batches, costs, servers=1, workers=1, staleness=k, reply_delay=None).update_s
+        for k in (0, 1)
+    ]
     assert found == [[6.0, 6.0, 6.0], [6.0, 8.0, 8.0]]  # the first is of the current weights
 
 
 def test_a_rank_without_rollouts_is_not_busy():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.0, update_token_s=3.0)
     batches = [[[episode((1, 1), trained=2.0)], [], [episode((1, 1), trained=1.0)], []]] * 2
-    found = train(batches, costs, servers=1, workers=1, staleness=0)
+    found = train(batches, costs, servers=1, workers=1, staleness=0, reply_delay=None)
     assert found.update_s == [6.0, 6.0]  # all wait for the first
     assert found.busy_s == [pytest.approx((6 + 0 + 3 + 0) / 4)] * 2
 
@@ -128,7 +137,7 @@ def test_a_rank_without_rollouts_is_not_busy():
 def test_the_limit_is_what_a_step_waits_for(played, env, update, other, staleness, limit):
     costs = Costs(prefill_token_s=played, decode_step_s=0.0, update_token_s=update, other_s=other)
     batches = [[[episode((1, 1, env), trained=1.0)]]] * 3
-    found = train(batches, costs, servers=1, workers=1, staleness=staleness)
+    found = train(batches, costs, servers=1, workers=1, staleness=staleness, reply_delay=None)
     row = simulate_scale.row_of(found, costs, servers=1, ranks=1, staleness=staleness, shared=False)
     assert row["bottleneck"] == limit
     longer = max(played + env, update + other)
@@ -141,7 +150,7 @@ def test_one_long_rollout_is_named():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.1)
     # the long one is alone for 80 of its 90 steps
     batches = [[[episode((0, 11))] * 3 + [episode((0, 11), (0, 81))]]] * 2
-    found = train(batches, costs, servers=1, workers=4, staleness=0)
+    found = train(batches, costs, servers=1, workers=4, staleness=0, reply_delay=None)
     row = simulate_scale.row_of(found, costs, servers=1, ranks=1, staleness=0, shared=True)
     assert row["bottleneck"] == "long rollouts"
 
