@@ -21,7 +21,7 @@ from tools.scale_model import Costs, Episode, Turn
 from tools.scale_steps import play, train
 
 FIRST = Costs(prefill_token_s=1e-3, decode_step_s=1e-2)
-NUM_FITS = 5
+NUM_FITS = 10
 """How many steps a batch takes and how long it waits for environments may depend on the costs (not
 with a ``reply_delay`` of 0): the fit begins with the first, and goes on with what it finds."""
 

@@ -276,6 +276,85 @@ def test_the_probe_tells_what_a_forward_pass_costs(tmp_path):
     assert fit(read_run(run)).forward_token_s == 0.0  # nobody asks for older weights
 
 
+@pytest.mark.parametrize(
+    ("clocked", "reply_delay", "tolerance"),
+    [(True, 0, 1e-6), (True, 3, 0.01), (False, 0, 0.05)],
+    ids=["local", "delayed", "apart"],
+)
+def test_costs_are_found_where_waiting_depends_on_them(clocked, reply_delay, tolerance):
+    """An engine 20 times as slow as the fit's first guess, which has time for environments.
+
+    With servers apart a small change of the costs moves an arrival to another step, so the fit
+    stays a few percent off.
+    """
+    true = Costs(prefill_token_s=0.01, decode_step_s=0.2)
+    batches = [
+        [episode((10 * i, 9 * j + 2, 0.4 * j), (7, 12 - j, 0.3)) for j in range(1, 4)]
+        for i in (1, 5, 2)
+    ]
+    delay = reply_delay if clocked else None
+    played = [play([b], true, servers=1, workers=2, reply_delay=delay) for b in batches]
+    metrics = {"time/update_s": 0.0, "time/sync_s": 0.0, "time/step_s": 0.0}
+    steps = [
+        Step(metrics={**metrics, "time/rollout_s": p.seconds}, groups=[batch])
+        for p, batch in zip(played, batches, strict=True)
+    ]
+    run = Run(
+        steps=steps,
+        staleness=0,
+        workers=2,
+        clocked=clocked,
+        reply_delay=reply_delay,
+        shared_tokens=0,
+        ratio="proximal",
+    )
+    costs = fit(run)
+    assert costs.prefill_token_s == pytest.approx(true.prefill_token_s, rel=4 * tolerance)
+    assert costs.decode_step_s == pytest.approx(true.decode_step_s, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "engine", "delay"),
+    [
+        ({}, None, 0),  # an old run: on the local engine
+        ({"reply_delay": 5}, "components.policy.local.LocalEngine", 5),
+        ({"reply_delay": 5}, "components.policy.vllm.VLLMEngine", None),
+    ],
+)
+def test_how_a_run_was_played_is_read_in_its_config(tmp_path, rollout, engine, delay):
+    directory = write_run(tmp_path / "run", staleness=0)
+    config = {"rollout": {"num_workers": 4} | rollout}
+    config |= {"engine": {"_component_": engine}} if engine else {}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    run = read_run(directory)
+    assert run.own_delay == delay
+    assert run.reply_delay == rollout.get("reply_delay", 0)
+
+
+def test_an_engine_that_is_not_there_is_refused(tmp_path, capsys):
+    run = write_run(tmp_path / "run", staleness=0)
+    text = "rollout: {num_workers: 4}\nengine: {_component_: components.policy.vllm.VLLMEngin}"
+    (run / "config.yaml").write_text(text)
+    assert simulate_scale.main([str(run)]) == 1
+    error = capsys.readouterr().err
+    assert "'components.policy.vllm' has no 'VLLMEngin'; did you mean 'VLLMEngine'?" in error
+
+
+def test_machines_apart_wait_for_nobody_and_the_same_ones_as_the_run_did(tmp_path):
+    """Two rollouts of which one has a slow environment: only servers go on with the other."""
+    run = read_run(write_run(tmp_path / "run", staleness=0))
+    slow, steady = episode((0, 2), (0, 2, 10.0), trained=1.0), episode((0, 51), trained=1.0)
+    steps = [dataclasses.replace(step, groups=[[slow, steady]]) for step in run.steps]
+    costs = Costs(prefill_token_s=0.0, decode_step_s=1.0)
+    arguments = {"gpus": [2], "groups": 1, "steps": 2, "workers": 2, "seed": 0}
+    for delay, seconds in ((0, 60.0), (10, 50.0)):
+        run = dataclasses.replace(run, steps=steps, reply_delay=delay)
+        same, apart, _ = simulate_scale.table(run, costs, **arguments)
+        assert (same["shared"], apart["shared"]) == (True, False)
+        assert apart["step_s"] == pytest.approx(50.0)  # a second for each further token of STEADY
+        assert same["step_s"] == pytest.approx(seconds)
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert simulate_scale.main([str(tmp_path)]) == 1
     assert "has no metrics.jsonl" in capsys.readouterr().err
