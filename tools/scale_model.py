@@ -21,7 +21,8 @@ class Turn:
     """One turn of a recorded rollout."""
 
     new_tokens: int
-    """Tokens that the engine has not seen: the prompt's own part, or the last observation."""
+    """Tokens that the engine has not seen: the prompt's own part, or the last sampled token and the
+    observation."""
     sampled_tokens: int
     env_s: float
     """Seconds of the environment before this turn."""

