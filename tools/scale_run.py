@@ -39,7 +39,8 @@ MEASURED = {
 
 ASSUMED = {
     "decode_token_s": "a decode step takes as long for one live rollout as for many",
-    "environments": "a rollout's time is the same in all its answers, and in all machines",
+    "environments": "a rollout's time is the same in all its answers, and on all machines",
+    "servers": "wait for no environment; on the same GPUs, as the run's rollout.reply_delay says",
     "other GPUs": "each is as fast as the one that was measured",
     "communication": "none between ranks, and a sync takes as long for many servers as for one; "
     "what is known of it belongs into update_fixed_s and sync_s of --costs",

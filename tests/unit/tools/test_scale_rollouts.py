@@ -84,6 +84,21 @@ def test_environments_are_waited_for_by_whom_they_concern(reply_delay):
     assert found.env_s == pytest.approx((5.0 + 0.5) / 2)
 
 
+def test_a_rollout_goes_to_the_server_that_has_the_fewest_now():
+    long, short = episode((0, 101, 0.0)), episode((100, 1, 0.1))
+    found = play([[long, short, short, short]], COSTS, servers=2, workers=2, reply_delay=None)
+    # 100 steps; the others' prompts of 1.0 s each are computed beside them, on the other server.
+    assert found.seconds == pytest.approx(10.0)
+
+
+def test_steps_may_take_no_time():
+    """A fit finds 0 where the steps do not tell the rates apart; arrivals meet such steps."""
+    costs = Costs(prefill_token_s=0.01, decode_step_s=0.0)
+    rollouts = [episode((0, 1, 0.0), (0, 1, 0.0)), episode((0, 2, 0.0)), episode((0, 9, 0.0))]
+    found = play([rollouts], costs, servers=1, workers=3, reply_delay=None)
+    assert (found.seconds, found.decode_tokens) == (0.0, 1 + 8)
+
+
 def tokens_of(episodes, shared):
     """Those that must be computed: new ones, and a step for each sampled one but the first."""
     turns = [turn for each in episodes for turn in each.turns]
