@@ -109,10 +109,10 @@ class _Server:
         if self._idle:
             self._next()
         elif self._began is not None:  # join after the step that is under way
-            elapsed = self.clock.now - self._began
-            # Nothing has gone by where a step takes no time.
-            steps = elapsed and ceil(elapsed / self._step_s() - 1e-9)
-            self._schedule_decode(min(steps or 1, *(r.remaining for r in self._live)), self._began)
+            elapsed, steps = self.clock.now - self._began, 1
+            if elapsed:  # a step that takes no time has taken none
+                steps = ceil(elapsed / self._step_s() - 1e-9) or 1
+            self._schedule_decode(min(steps, min(r.remaining for r in self._live)), self._began)
 
     def _step_s(self) -> float:
         return self.costs.decode_step_s + self.costs.decode_token_s * len(self._live)
@@ -171,7 +171,8 @@ class Played:
     server_busy_s: float
     """Mean over the servers."""
     env_s: float
-    """Seconds in which a rank had nothing to do but wait for environments, mean over the ranks."""
+    """Seconds in which nothing was sampled for a rank: environments were waited for. Mean over the
+    ranks."""
     tail_s: float
     """Seconds in which a rank's last quarter of rollouts was alive, mean over the ranks."""
     prefill_tokens: int
