@@ -1,20 +1,16 @@
-"""A discrete-event model of rollouts, for ``simulate_scale.py``.
+"""A discrete-event model of rollouts on servers apart, for ``simulate_scale.py``.
 
-Each rank's pool plays in rounds: it waits for the environments of all live rollouts, asks for all
-their next turns at once, and waits for all answers. A server takes the new tokens of the requests
-that wait, then makes one token for each live request per step; what arrives meanwhile joins at the
-next step.
-
-Pools do not play in rounds any more (``components/rollout/stream.py``): a turn that has ended goes
-on at once. For recorded runs that did, and costs fitted to them, the model is what the code did;
-of later ones it overstates the waiting, the more so the more the lengths of turns differ.
+Each rollout goes on by itself (``components/rollout/stream.py``): when its turn has ended its
+environment answers, and its next turn goes to its server at once, whatever the others do. A server
+takes the new tokens of the requests that wait, then makes one token for each live request per
+step; what arrives meanwhile joins at the next step.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import ceil
@@ -25,7 +21,8 @@ class Turn:
     """One turn of a recorded rollout."""
 
     new_tokens: int
-    """Tokens that the engine has not seen: the prompt's own part, or the last observation."""
+    """Tokens that the engine has not seen: the prompt's own part, or the last sampled token and the
+    observation."""
     sampled_tokens: int
     env_s: float
     """Seconds of the environment before this turn."""
@@ -36,6 +33,8 @@ class Episode:
     """A recorded rollout."""
 
     turns: tuple[Turn, ...]
+    end_s: float = 0.0
+    """Seconds of the environment after the last turn."""
     trained_tokens: float
     """Tokens that its training computes; 0 if its group carried no signal."""
 
@@ -110,7 +109,9 @@ class _Server:
         if self._idle:
             self._next()
         elif self._began is not None:  # join after the step that is under way
-            steps = ceil((self.clock.now - self._began) / self._step_s() - 1e-9) or 1
+            elapsed, steps = self.clock.now - self._began, 1
+            if elapsed:  # a step that takes no time has taken none
+                steps = ceil(elapsed / self._step_s() - 1e-9) or 1
             self._schedule_decode(min(steps, min(r.remaining for r in self._live)), self._began)
 
     def _step_s(self) -> float:
@@ -170,7 +171,8 @@ class Played:
     server_busy_s: float
     """Mean over the servers."""
     env_s: float
-    """Seconds in which every pool waited for environments, mean over the ranks."""
+    """Seconds in which nothing was sampled for a rank: environments were waited for. Mean over the
+    ranks."""
     tail_s: float
     """Seconds in which a rank's last quarter of rollouts was alive, mean over the ranks."""
     prefill_tokens: int
@@ -179,7 +181,7 @@ class Played:
 
 
 class _Pool:
-    """One rank's rollouts; see ``WorkerPool``."""
+    """One rank's rollouts, of which none waits for another."""
 
     def __init__(
         self,
@@ -189,58 +191,66 @@ class _Pool:
         *,
         workers: int,
     ) -> None:
-        self.clock, self.servers, self.workers = clock, servers, workers
+        self.clock, self.servers = clock, servers
         self.waiting = deque(episode for episode in episodes if episode.turns)
-        self.num = len(self.waiting)
+        self.left = self.num = len(self.waiting)
         self.env_s = self.end = 0.0
         self.quarter: float | None = None
-        self._run = self._rounds()
-        clock.at(0.0, self._resume)
+        self.num_sampling = 0
+        """Rollouts with a request at a server."""
+        self._since = 0.0
+        """When a turn has ended last: with none under way, environments alone are waited for."""
+        for _ in range(workers):
+            self._begin()
 
-    def _resume(self) -> None:
-        next(self._run, None)
+    def _begin(self) -> None:
+        """A worker takes the next rollout."""
+        if not self.waiting:
+            return
+        episode = self.waiting.popleft()
 
-    def _rounds(self) -> Generator[None, None, None]:
-        live: list[tuple[Episode, int, _Server]] = []
-        while self.waiting or live:
-            while self.waiting and len(live) < self.workers:
-                server = min(self.servers, key=lambda s: s.num_rollouts)
-                server.num_rollouts += 1
-                live.append((self.waiting.popleft(), 0, server))
-            seconds = max(episode.turns[turn].env_s for episode, turn, _ in live)
-            self.env_s += seconds
-            self.clock.at(self.clock.now + seconds, self._resume)
-            yield
-            left = len(live)
+        def reset() -> None:
+            server = min(self.servers, key=lambda s: s.num_rollouts)
+            server.num_rollouts += 1
+            self._sample(episode, 0, server)
 
-            def answered() -> None:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    self._resume()
+        self.clock.at(self.clock.now + episode.turns[0].env_s, reset)
 
-            for episode, turn, server in live:
-                now = episode.turns[turn]
-                server.submit(
-                    _Request(prefill=now.new_tokens, remaining=now.sampled_tokens, done=answered)
-                )
-            yield
-            alive = []
-            for episode, turn, server in live:
-                if turn + 1 < len(episode.turns):
-                    alive.append((episode, turn + 1, server))
-                else:
-                    server.num_rollouts -= 1
-            live = alive
-            if self.quarter is None and len(live) + len(self.waiting) <= self.num / 4:
-                self.quarter = self.clock.now
-        self.end = self.clock.now
+    def _sample(self, episode: Episode, turn: int, server: _Server) -> None:
+        if self.num_sampling == 0:
+            self.env_s += self.clock.now - self._since
+        self.num_sampling += 1
+        now, is_last = episode.turns[turn], turn + 1 == len(episode.turns)
+
+        def sampled() -> None:
+            self.num_sampling -= 1
+            self._since = self.clock.now
+            env_s = episode.end_s if is_last else episode.turns[turn + 1].env_s
+            self.clock.at(self.clock.now + env_s, answered)
+
+        def answered() -> None:
+            if is_last:
+                self._end(server)
+            else:
+                self._sample(episode, turn + 1, server)
+
+        server.submit(_Request(prefill=now.new_tokens, remaining=now.sampled_tokens, done=sampled))
+
+    def _end(self, server: _Server) -> None:
+        server.num_rollouts -= 1
+        self.left -= 1
+        if self.quarter is None and self.left <= self.num / 4:
+            self.quarter = self.clock.now
+        self._begin()
+        if self.left == 0:
+            self.end = self.clock.now
+            self.env_s += self.end - self._since
 
 
-def play(
+def play_apart(
     episodes: Sequence[Sequence[Episode]], costs: Costs, *, servers: int, workers: int
 ) -> Played:
-    """Play a batch.
+    """Play a batch on servers.
 
     Args:
         episodes: of each rank.

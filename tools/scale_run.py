@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tools.scale_model import Costs, Episode, Turn, play
-from tools.scale_steps import train
+from tools.scale_model import Costs, Episode, Turn
+from tools.scale_steps import play, train
 
-NOMINAL = Costs(prefill_token_s=1e-3, decode_step_s=1e-2)
-"""The counts of a batch hardly depend on the seconds; these are for counting alone."""
+FIRST = Costs(prefill_token_s=1e-3, decode_step_s=1e-2)
+NUM_FITS = 10
+"""How many steps a batch takes and how long it waits for environments may depend on the costs (not
+with a ``reply_delay`` of 0): the fit begins with the first, and goes on with what it finds."""
 
 MEASURED = {
     "prefill_token_s": "fitted to the sampling times of {steps} steps",
@@ -37,6 +39,8 @@ MEASURED = {
 
 ASSUMED = {
     "decode_token_s": "a decode step takes as long for one live rollout as for many",
+    "environments": "a rollout's time is the same in all its answers, and on all machines",
+    "servers": "wait for no environment; on the same GPUs, as the run's rollout.reply_delay says",
     "other GPUs": "each is as fast as the one that was measured",
     "communication": "none between ranks, and a sync takes as long for many servers as for one; "
     "what is known of it belongs into update_fixed_s and sync_s of --costs",
@@ -80,9 +84,18 @@ class Run:
     steps: list[Step]
     staleness: int
     workers: int
+    clocked: bool
+    """Whether its engine waits for environments; see ``PolicyEngine``."""
+    reply_delay: int
+    """Of an engine that does, as ``scale_steps.play`` takes it."""
     shared_tokens: int
     ratio: str
     """Against what the loss takes it: ``proximal`` costs a forward pass for each stale batch."""
+
+    @property
+    def own_delay(self) -> int | None:
+        """How it was played, as ``play`` takes it."""
+        return self.reply_delay if self.clocked else None
 
 
 def read_run(directory: Path) -> Run:
@@ -120,9 +133,20 @@ def read_run(directory: Path) -> Run:
         steps=steps,
         staleness=rollout.get("max_staleness", 0),
         workers=rollout["num_workers"],
+        clocked=_is_clocked(config),
+        reply_delay=rollout.get("reply_delay", 0),
         shared_tokens=shared,
         ratio=config.get("ratio", "proximal"),
     )
+
+
+def _is_clocked(config: Mapping[str, Any]) -> bool:
+    """Whether the engine of a config waits for environments. Without one: as the local one."""
+    if "engine" not in config:
+        return True
+    from components.training.component import locate  # the engines import torch
+
+    return getattr(locate(config["engine"]["_component_"]), "clocked", True)
 
 
 def _episodes(group: Sequence[dict[str, Any]], shared: int, saving: float) -> Group:
@@ -130,19 +154,21 @@ def _episodes(group: Sequence[dict[str, Any]], shared: int, saving: float) -> Gr
     rewards = {record["reward"] for record in group if record["reward"] is not None}
     found = []
     for record in group:
-        end, turns = shared, []
-        env_s = record["stats"].get("env_time_s", 0.0) / max(len(record["turns"]), 1)
+        seen, end, turns = shared, 0, []
+        env_s = record["stats"].get("env_time_s", 0.0) / (len(record["turns"]) + 1)  # and a reset
         for turn in record["turns"]:
             turns.append(
                 Turn(
-                    new_tokens=turn["start"] - end,
+                    new_tokens=turn["start"] - seen,
                     sampled_tokens=turn["end"] - turn["start"],
                     env_s=env_s,
                 )
             )
             end = turn["end"]
+            seen = end - 1  # a turn's last token is computed with what follows
         trained = len(rewards) > 1 and record["reward"] is not None
-        found.append(Episode(turns=tuple(turns), trained_tokens=end * saving if trained else 0.0))
+        tokens = end * saving if trained else 0.0
+        found.append(Episode(turns=tuple(turns), end_s=env_s, trained_tokens=tokens))
     return found
 
 
@@ -169,12 +195,9 @@ def fit(run: Run) -> Costs:
     """
     if run.staleness:
         raise ValueError("costs are fitted to a run with rollout.max_staleness 0")
-    nominal = dataclasses.replace(NOMINAL, shared_tokens=run.shared_tokens)
-    counted = [play([step.episodes], nominal, servers=1, workers=run.workers) for step in run.steps]
-    prefill, decode = nonnegative(
-        [[p.prefill_tokens for p in counted], [p.decode_steps for p in counted]],
-        [step.rollout_s - p.env_s for step, p in zip(run.steps, counted, strict=True)],
-    )
+    sampling = dataclasses.replace(FIRST, shared_tokens=run.shared_tokens)
+    for _ in range(NUM_FITS):
+        sampling = _fit_sampling(run, sampling)
     trained = [step for step in run.steps if step.trained_tokens]
     fixed, token = 0.0, 0.0
     if trained:
@@ -184,16 +207,27 @@ def fit(run: Run) -> Costs:
         )
     phases = ("time/rollout_s", "time/update_s", "time/sync_s")
     rows = [step.metrics for step in run.steps]
-    return Costs(
-        prefill_token_s=prefill,
-        decode_step_s=decode,
-        shared_tokens=run.shared_tokens,
+    return dataclasses.replace(
+        sampling,
         update_fixed_s=fixed,
         update_token_s=token,
         forward_token_s=_forward_token_s(trained) if run.ratio == "proximal" else 0.0,
         sync_s=fmean(row.get("time/sync_s", 0.0) for row in rows),
         other_s=fmean(row["time/step_s"] - sum(row.get(p, 0.0) for p in phases) for row in rows),
     )
+
+
+def _fit_sampling(run: Run, guess: Costs) -> Costs:
+    """What sampling costs, where the guess gives the steps and the waiting."""
+    counted = [
+        play([s.episodes], guess, servers=1, workers=run.workers, reply_delay=run.own_delay)
+        for s in run.steps
+    ]
+    prefill, decode = nonnegative(
+        [[p.prefill_tokens for p in counted], [p.decode_steps for p in counted]],
+        [step.rollout_s - p.env_s for step, p in zip(run.steps, counted, strict=True)],
+    )
+    return dataclasses.replace(guess, prefill_token_s=prefill, decode_step_s=decode)
 
 
 def _forward_token_s(steps: Sequence[Step]) -> float:
@@ -225,7 +259,14 @@ def rates_text(costs: Costs, *, num_steps: int, given: bool) -> str:
 def check(run: Run, costs: Costs) -> dict[str, Any]:
     """Predicted against measured mean seconds of a step of a run on one device."""
     batches = [[step.episodes] for step in run.steps]
-    found = train(batches, costs, servers=1, workers=run.workers, staleness=run.staleness)
+    found = train(
+        batches,
+        costs,
+        servers=1,
+        workers=run.workers,
+        staleness=run.staleness,
+        reply_delay=run.own_delay,
+    )
     measured = [step.metrics["time/step_s"] for step in run.steps]
     return {
         "staleness": run.staleness,

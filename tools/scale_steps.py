@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from tools.scale_model import Costs, Episode, Played, play
+from tools.scale_local import play_local
+from tools.scale_model import Costs, Episode, Played, play_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,29 @@ class Timeline:
     played: list[Played]
 
 
+def play(
+    batch: Sequence[Sequence[Episode]],
+    costs: Costs,
+    *,
+    servers: int,
+    workers: int,
+    reply_delay: int | None,
+) -> Played:
+    """Play a batch.
+
+    Args:
+        batch: of each rank, its episodes.
+        costs: measured seconds.
+        servers: how many.
+        workers: rollouts alive at once on each rank.
+        reply_delay: of the local engine, of which each rank has one; None: on servers apart.
+    """
+    if reply_delay is None:
+        return play_apart(batch, costs, servers=servers, workers=workers)
+    assert servers == len(batch), "each rank samples its own rollouts"
+    return play_local(batch, costs, workers=workers, reply_delay=reply_delay)
+
+
 def train(
     batches: Sequence[Sequence[Sequence[Episode]]],
     costs: Costs,
@@ -32,6 +56,7 @@ def train(
     servers: int,
     workers: int,
     staleness: int,
+    reply_delay: int | None,
 ) -> Timeline:
     """Play and train all batches.
 
@@ -41,6 +66,7 @@ def train(
         servers: how many.
         workers: rollouts alive at once on each rank.
         staleness: 0 or 1.
+        reply_delay: see ``play``.
 
     Returns:
         Their times. Rollouts and training share nothing: with one processor for both, a staleness
@@ -51,7 +77,10 @@ def train(
     """
     if staleness not in (0, 1):
         raise ValueError(f"rollout.max_staleness = {staleness}: only 0 and 1 are simulated")
-    played = [play(batch, costs, servers=servers, workers=workers) for batch in batches]
+    played = [
+        play(batch, costs, servers=servers, workers=workers, reply_delay=reply_delay)
+        for batch in batches
+    ]
     updates, busy = [], []
     for batch in batches:
         tokens = [sum(episode.trained_tokens for episode in part) for part in batch]

@@ -5,9 +5,9 @@
     python tools/simulate_scale.py runs/retail --costs gpu.json --groups 64 --gpus 8 16 32
 
 RUN has metrics.jsonl, rollouts.jsonl and config.yaml of a run of one rank with
-rollout.max_staleness 0. Its rollouts are played again in a simulation (tools/scale_model.py), turn
-by turn with their lengths and the time of their environments, drawn in groups, so that long ones
-are as frequent as they were.
+rollout.max_staleness 0. Its rollouts are played again in a simulation, turn by turn with their
+lengths and the time of their environments, drawn in groups, so that long ones are as frequent as
+they were: on the local engine (tools/scale_local.py) or on servers apart (tools/scale_model.py).
 
 What a token costs is fitted to the run's own steps (tools/scale_run.py), or given with ``--costs``:
 a JSON object with the fields that ``--write-costs`` writes, for instance of another machine. Which
@@ -106,13 +106,21 @@ def _bottleneck(found: Timeline, costs: Costs, *, staleness: int) -> str:
 def table(
     run: Run, costs: Costs, *, gpus: Sequence[int], groups: int, steps: int, workers: int, seed: int
 ) -> list[dict[str, Any]]:
-    """For each number of GPUs: all of them sampling, then training (the local engine), and the best
-    split into servers and trainer ranks without and with playing ahead."""
+    """For each number of GPUs: all of them sampling, then training (the local engine, with the
+    run's ``rollout.reply_delay``), and the best split into servers, which wait for no environment,
+    and trainer ranks without and with playing ahead."""
     drawn = workload(run, groups=groups, steps=steps + 1, seed=seed)
 
     def simulate(servers: int, ranks: int, staleness: int, shared: bool) -> dict[str, Any]:
         batches = [[flat(step[r::ranks]) for r in range(ranks)] for step in drawn]
-        found = train(batches, costs, servers=servers, workers=workers, staleness=staleness)
+        found = train(
+            batches,
+            costs,
+            servers=servers,
+            workers=workers,
+            staleness=staleness,
+            reply_delay=run.reply_delay if shared else None,
+        )
         return row_of(
             found, costs, servers=servers, ranks=ranks, staleness=staleness, shared=shared
         )

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from tools import simulate_scale
-from tools.scale_model import Costs, Episode, Turn, play
-from tools.scale_run import check, fit, holdout, read_run
-from tools.scale_steps import train
+from tools.scale_model import Costs, Episode, Turn
+from tools.scale_run import Run, Step, check, fit, holdout, read_run
+from tools.scale_steps import play, train
 
 COSTS = Costs(prefill_token_s=0.01, decode_step_s=0.1)
 
@@ -29,37 +29,43 @@ def episode(*turns, trained=0.0):
     )
 
 
-def seconds(*ranks, costs=COSTS, servers=1, workers=8):
-    return play(ranks, costs, servers=servers, workers=workers).seconds
+def seconds(*ranks, costs=COSTS, servers=1, workers=8, reply_delay=None):
+    found = play(ranks, costs, servers=servers, workers=workers, reply_delay=reply_delay)
+    return found.seconds
 
 
-def test_one_turn_is_its_prompt_and_a_step_for_each_further_token():
-    assert seconds([episode((10, 5, 0.3))]) == pytest.approx(0.3 + 10 * 0.01 + 4 * 0.1)
+BOTH = pytest.mark.parametrize("reply_delay", [0, None])
 
 
-def test_the_shared_prompt_is_computed_once():
+@BOTH
+def test_one_turn_is_its_prompt_and_a_step_for_each_further_token(reply_delay):
+    rollout = [episode((10, 5, 0.3))]
+    assert seconds(rollout, reply_delay=reply_delay) == pytest.approx(0.3 + 10 * 0.01 + 4 * 0.1)
+
+
+@BOTH
+def test_the_shared_prompt_is_computed_once(reply_delay):
     costs = Costs(prefill_token_s=0.01, decode_step_s=0.1, shared_tokens=100)
-    found = play([[episode((10, 2)), episode((20, 2))]], costs, servers=1, workers=8)
+    rollouts = [episode((10, 2)), episode((20, 2))]
+    found = play([rollouts], costs, servers=1, workers=8, reply_delay=reply_delay)
     assert found.seconds == pytest.approx(1.3 + 0.1)
     assert found.prefill_tokens == 130
 
 
-def test_a_step_makes_a_token_for_all_and_costs_more_for_more():
+@BOTH
+def test_a_step_makes_a_token_for_all_and_costs_more_for_more(reply_delay):
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.1, decode_token_s=0.01)
     # 2 steps of two rollouts, then 3 of the longer one
-    assert seconds([episode((1, 3)), episode((1, 6))], costs=costs) == pytest.approx(
-        2 * 0.12 + 3 * 0.11
-    )
+    rollouts = [episode((1, 3)), episode((1, 6))]
+    found = seconds(rollouts, costs=costs, reply_delay=reply_delay)
+    assert found == pytest.approx(2 * 0.12 + 3 * 0.11)
 
 
-def test_a_round_waits_for_its_slowest_turn_and_environment():
-    first, second = episode((0, 2, 0.5), (0, 2, 0.1)), episode((0, 11, 0.1), (0, 2, 0.7))
-    assert seconds([first, second]) == pytest.approx((0.5 + 1.0) + (0.7 + 0.1))
-
-
-def test_who_finds_no_worker_waits():
-    assert seconds([episode((0, 3))] * 4, workers=4) == pytest.approx(0.2)
-    assert seconds([episode((0, 3))] * 4, workers=2) == pytest.approx(0.4)
+@BOTH
+def test_who_finds_no_worker_waits(reply_delay):
+    rollouts = [episode((0, 3))] * 4
+    assert seconds(rollouts, workers=4, reply_delay=reply_delay) == pytest.approx(0.2)
+    assert seconds(rollouts, workers=2, reply_delay=reply_delay) == pytest.approx(0.4)
 
 
 def test_servers_share_the_rollouts_of_a_rank():
@@ -71,7 +77,7 @@ def test_servers_share_the_rollouts_of_a_rank():
 def test_what_arrives_meanwhile_joins_at_the_next_step():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.1)
     first, late = episode((0, 11)), episode((0, 21, 0.25))  # two ranks, one server
-    found = play([[first], [late]], costs, servers=1, workers=1)
+    found = play([[first], [late]], costs, servers=1, workers=1, reply_delay=None)
     assert found.seconds == pytest.approx(0.3 + 20 * 0.1)
     assert found.decode_tokens == 10 + 20
     assert found.server_busy_s == pytest.approx(2.3)
@@ -83,7 +89,7 @@ def steps(played, update, *, staleness, sync=0.0, num=4):
         prefill_token_s=played, decode_step_s=0.0, update_token_s=update, sync_s=sync, other_s=0.0
     )
     batches = [[[episode((1, 1), trained=1.0)]]] * num
-    return train(batches, costs, servers=1, workers=1, staleness=staleness).step_s
+    return train(batches, costs, servers=1, workers=1, staleness=staleness, reply_delay=None).step_s
 
 
 def test_steps_one_after_the_other():
@@ -100,14 +106,17 @@ def test_ahead_a_step_is_the_longer_of_the_two():
 def test_a_stale_batch_costs_another_forward_pass():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.0, update_token_s=3.0, forward_token_s=1.0)
     batches = [[[episode((1, 1), trained=2.0)]]] * 3
-    found = [train(batches, costs, servers=1, workers=1, staleness=k).update_s for k in (0, 1)]
+    found = [
+        train(batches, costs, servers=1, workers=1, staleness=k, reply_delay=None).update_s
+        for k in (0, 1)
+    ]
     assert found == [[6.0, 6.0, 6.0], [6.0, 8.0, 8.0]]  # the first is of the current weights
 
 
 def test_a_rank_without_rollouts_is_not_busy():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.0, update_token_s=3.0)
     batches = [[[episode((1, 1), trained=2.0)], [], [episode((1, 1), trained=1.0)], []]] * 2
-    found = train(batches, costs, servers=1, workers=1, staleness=0)
+    found = train(batches, costs, servers=1, workers=1, staleness=0, reply_delay=None)
     assert found.update_s == [6.0, 6.0]  # all wait for the first
     assert found.busy_s == [pytest.approx((6 + 0 + 3 + 0) / 4)] * 2
 
@@ -128,7 +137,7 @@ def test_a_rank_without_rollouts_is_not_busy():
 def test_the_limit_is_what_a_step_waits_for(played, env, update, other, staleness, limit):
     costs = Costs(prefill_token_s=played, decode_step_s=0.0, update_token_s=update, other_s=other)
     batches = [[[episode((1, 1, env), trained=1.0)]]] * 3
-    found = train(batches, costs, servers=1, workers=1, staleness=staleness)
+    found = train(batches, costs, servers=1, workers=1, staleness=staleness, reply_delay=None)
     row = simulate_scale.row_of(found, costs, servers=1, ranks=1, staleness=staleness, shared=False)
     assert row["bottleneck"] == limit
     longer = max(played + env, update + other)
@@ -141,7 +150,7 @@ def test_one_long_rollout_is_named():
     costs = Costs(prefill_token_s=0.0, decode_step_s=0.1)
     # the long one is alone for 80 of its 90 steps
     batches = [[[episode((0, 11))] * 3 + [episode((0, 11), (0, 81))]]] * 2
-    found = train(batches, costs, servers=1, workers=4, staleness=0)
+    found = train(batches, costs, servers=1, workers=4, staleness=0, reply_delay=None)
     row = simulate_scale.row_of(found, costs, servers=1, ranks=1, staleness=0, shared=True)
     assert row["bottleneck"] == "long rollouts"
 
@@ -267,6 +276,85 @@ def test_the_probe_tells_what_a_forward_pass_costs(tmp_path):
     assert fit(read_run(run)).forward_token_s == 0.0  # nobody asks for older weights
 
 
+@pytest.mark.parametrize(
+    ("clocked", "reply_delay", "tolerance"),
+    [(True, 0, 1e-6), (True, 3, 0.01), (False, 0, 0.05)],
+    ids=["local", "delayed", "apart"],
+)
+def test_costs_are_found_where_waiting_depends_on_them(clocked, reply_delay, tolerance):
+    """An engine 20 times as slow as the fit's first guess, which has time for environments.
+
+    With servers apart a small change of the costs moves an arrival to another step, so the fit
+    stays a few percent off.
+    """
+    true = Costs(prefill_token_s=0.01, decode_step_s=0.2)
+    batches = [
+        [episode((10 * i, 9 * j + 2, 0.4 * j), (7, 12 - j, 0.3)) for j in range(1, 4)]
+        for i in (1, 5, 2)
+    ]
+    delay = reply_delay if clocked else None
+    played = [play([b], true, servers=1, workers=2, reply_delay=delay) for b in batches]
+    metrics = {"time/update_s": 0.0, "time/sync_s": 0.0, "time/step_s": 0.0}
+    steps = [
+        Step(metrics={**metrics, "time/rollout_s": p.seconds}, groups=[batch])
+        for p, batch in zip(played, batches, strict=True)
+    ]
+    run = Run(
+        steps=steps,
+        staleness=0,
+        workers=2,
+        clocked=clocked,
+        reply_delay=reply_delay,
+        shared_tokens=0,
+        ratio="proximal",
+    )
+    costs = fit(run)
+    assert costs.prefill_token_s == pytest.approx(true.prefill_token_s, rel=4 * tolerance)
+    assert costs.decode_step_s == pytest.approx(true.decode_step_s, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "engine", "delay"),
+    [
+        ({}, None, 0),  # an old run: on the local engine
+        ({"reply_delay": 5}, "components.policy.local.LocalEngine", 5),
+        ({"reply_delay": 5}, "components.policy.vllm.VLLMEngine", None),
+    ],
+)
+def test_how_a_run_was_played_is_read_in_its_config(tmp_path, rollout, engine, delay):
+    directory = write_run(tmp_path / "run", staleness=0)
+    config = {"rollout": {"num_workers": 4} | rollout}
+    config |= {"engine": {"_component_": engine}} if engine else {}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    run = read_run(directory)
+    assert run.own_delay == delay
+    assert run.reply_delay == rollout.get("reply_delay", 0)
+
+
+def test_an_engine_that_is_not_there_is_refused(tmp_path, capsys):
+    run = write_run(tmp_path / "run", staleness=0)
+    text = "rollout: {num_workers: 4}\nengine: {_component_: components.policy.vllm.VLLMEngin}"
+    (run / "config.yaml").write_text(text)
+    assert simulate_scale.main([str(run)]) == 1
+    error = capsys.readouterr().err
+    assert "'components.policy.vllm' has no 'VLLMEngin'; did you mean 'VLLMEngine'?" in error
+
+
+def test_machines_apart_wait_for_nobody_and_the_same_ones_as_the_run_did(tmp_path):
+    """Two rollouts of which one has a slow environment: only servers go on with the other."""
+    run = read_run(write_run(tmp_path / "run", staleness=0))
+    slow, steady = episode((0, 2), (0, 2, 10.0), trained=1.0), episode((0, 51), trained=1.0)
+    steps = [dataclasses.replace(step, groups=[[slow, steady]]) for step in run.steps]
+    costs = Costs(prefill_token_s=0.0, decode_step_s=1.0)
+    arguments = {"gpus": [2], "groups": 1, "steps": 2, "workers": 2, "seed": 0}
+    for delay, seconds in ((0, 60.0), (10, 50.0)):
+        run = dataclasses.replace(run, steps=steps, reply_delay=delay)
+        same, apart, _ = simulate_scale.table(run, costs, **arguments)
+        assert (same["shared"], apart["shared"]) == (True, False)
+        assert apart["step_s"] == pytest.approx(50.0)  # a second for each further token of STEADY
+        assert same["step_s"] == pytest.approx(seconds)
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert simulate_scale.main([str(tmp_path)]) == 1
     assert "has no metrics.jsonl" in capsys.readouterr().err
@@ -299,8 +387,42 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
 
 RECORDED = Path(__file__).parents[2] / "data/recorded_times"
 """Of two runs what ``read_run`` reads, all of it. ``mock``: twelve steps of configs/mock.yaml with
-the tiny model of tests/recipes, on two cores that other processes shared. ``retail``: the three
-steps of a run of configs/retail.yaml with SmolLM2-135M and 12 rollouts per step."""
+the tiny model of tests/recipes, on two cores that other processes shared, and ``counted/*``, what
+its engine counted of each step (``LocalEngine.stats``). ``retail``: the three steps of a run of
+configs/retail.yaml with SmolLM2-135M and 12 rollouts per step, which were played in rounds."""
+
+STEPS_DELAYED = [66, 75, 50, 33, 27, 39, 27, 28, 23, 32, 25, 31]
+"""Decode steps that the engine counted in ``mock`` with rollout.reply_delay=4: the same turns."""
+
+
+def test_turns_are_what_the_engine_had_to_compute():
+    """The first rollout of ``mock``: turns of 426-458, 487-495 and 525-528 in 0.0035177 s."""
+    run = read_run(RECORDED / "mock")
+    first = run.steps[0].groups[0][0]
+    assert run.shared_tokens == 414
+    # The last token of a turn is sampled and not fed: it is computed with the observation.
+    assert [t.new_tokens for t in first.turns] == [426 - 414, 487 - 457, 525 - 494]
+    assert [t.sampled_tokens for t in first.turns] == [32, 8, 3]
+    # A reset and the three turns
+    assert [t.env_s for t in first.turns] == pytest.approx([0.0035177 / 4] * 3)
+    assert first.end_s == pytest.approx(0.0035177 / 4)
+
+
+def test_what_the_engine_counted_is_counted():
+    run = read_run(RECORDED / "mock")
+    for step, delayed in zip(run.steps, STEPS_DELAYED, strict=True):
+        counted = {n: int(step.metrics[f"counted/{n}"]) for n in ("decode_steps", "decode_tokens")}
+        shared = int(step.metrics["counted/shared_tokens"])
+        # The engine shares the system turn alone, the simulation as much as all prompts may.
+        costs = dataclasses.replace(COSTS, shared_tokens=shared)
+        more = run.shared_tokens - shared
+        found = play([step.episodes], costs, servers=1, workers=run.workers, reply_delay=0)
+        assert found.decode_steps == counted["decode_steps"]
+        assert found.decode_tokens == counted["decode_tokens"]
+        prefilled = shared + int(step.metrics["counted/prefill_tokens"])
+        assert found.prefill_tokens + more * len(step.episodes) == prefilled
+        found = play([step.episodes], costs, servers=1, workers=run.workers, reply_delay=4)
+        assert found.decode_steps == delayed
 
 
 def test_held_out_steps_of_a_recorded_run_are_predicted():
@@ -312,7 +434,7 @@ def test_held_out_steps_of_a_recorded_run_are_predicted():
     fitted = fmean(step.metrics["time/step_s"] for step in run.steps[::2])
     each = found["each"]
     errors = [abs(e["predicted_s"] / e["measured_s"] - 1) for e in each]
-    assert fmean(errors) < 0.7 * fmean(abs(fitted / e["measured_s"] - 1) for e in each)
+    assert fmean(errors) < 0.8 * fmean(abs(fitted / e["measured_s"] - 1) for e in each)
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
