@@ -1,6 +1,6 @@
 """Sampling: the local engine beside transformers' generate() and vLLM, on the same work.
 
-    python tools/bench_engine.py [--quick] [--json FILE]
+    python tools/bench_engine.py [--quick] [--against ENGINE ...] [--json FILE]
 
 Rollouts that share a prefix of 1,000 or 5,000 tokens play 4 turns: 200 tokens of a tool result,
 then 64 sampled ones. SmolLM2-135M, bf16, on this machine's CPU, all in one run and with the same
@@ -21,7 +21,8 @@ number of threads. The keys of the JSON file:
     runs                              each run: its turns in seconds, tokens per second
 
 Where there are runs with 8 and with 32 rollouts, a key is the smaller of the two ratios. Nothing
-but sampled tokens is counted, while all that was done is timed, the prefix included.
+but sampled tokens is counted, while all that was done is timed, the prefix included. A key of an
+engine that ``--against`` leaves out is null.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +46,7 @@ from components.models.smollm2 import smollm2
 from tools.bench_engine_runs import Run, Transformers, Work, bandwidth_gb_s, run_local, run_vllm
 from tools.serve_vllm import VllmServer, vllm_command
 
+OTHERS = ("transformers", "kept_cache", "vllm")
 GOALS = {
     "speedup_vs_transformers_1k": 8.0,
     "speedup_vs_transformers_5k": 8.0,
@@ -74,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = smollm2(directory, dtype=torch.bfloat16)
     weight_bytes = sum(p.nbytes for p in model.parameters())
     _measure(runs, "local", works, lambda work: run_local(model, work))
-    _measure_transformers(runs, works, directory)
-    missing = _measure_vllm(runs, works, directory, threads=options.threads)
+    _measure_transformers(runs, works, directory, options.against)
+    missing = None
+    if "vllm" in options.against:
+        missing = _measure_vllm(runs, works, directory, threads=options.threads)
     figures = summary(runs, bandwidth=max(bandwidth.values()), weight_bytes=weight_bytes)
     print_figures(figures)
     if options.json is not None:
@@ -97,6 +102,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--quick", action="store_true", help="8 rollouts, 1k prefix, 2 turns: under 6 minutes"
+    )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        choices=OTHERS,
+        default=OTHERS,
+        help="engines to compare with (all): in the long form transformers takes about an hour",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="directory, cached name")
@@ -121,11 +133,14 @@ def _measure(runs: Runs, name: str, works: Sequence[Work], run: Callable[[Work],
         )
 
 
-def _measure_transformers(runs: Runs, works: Sequence[Work], directory: Path) -> None:
+def _measure_transformers(
+    runs: Runs, works: Sequence[Work], directory: Path, against: Sequence[str]
+) -> None:
     """With and without its cache kept; its copy of the model is gone afterwards."""
-    theirs = Transformers(directory, dtype=torch.bfloat16)
-    _measure(runs, "transformers", works, lambda work: theirs.run(work, keep_cache=False))
-    _measure(runs, "kept_cache", works, lambda work: theirs.run(work, keep_cache=True))
+    for name, keep in (("transformers", False), ("kept_cache", True)):
+        if name in against:
+            theirs = Transformers(directory, dtype=torch.bfloat16)
+            _measure(runs, name, works, partial(theirs.run, keep_cache=keep))
 
 
 class Missing(NamedTuple):
@@ -183,7 +198,7 @@ def summary(runs: Runs, *, bandwidth: float, weight_bytes: int) -> dict[str, Any
     """
     figures: dict[str, Any] = {}
     for size, prefix in SIZES.items():
-        for name in ("transformers", "kept_cache", "vllm"):
+        for name in OTHERS:
             ratios = [
                 run.total_s / runs["local"][work].total_s
                 for work, run in runs.get(name, {}).items()

@@ -18,9 +18,8 @@ summary over those so far, ``recipes/results/mock_learn.json``: ``seeds``, ``rew
 of tasks for every arm (``change``) and for GRPO against each other arm (``comparison``). The
 intervals are of a paired bootstrap over tasks and seeds. Stopped in whatever way, the same command
 goes on; without its ``runs`` folder the warm start is made again, and has to come out the same.
-Several at once share the arms and seeds between them, one core each for example:
-
-    for core in 0 1; do OMP_NUM_THREADS=1 taskset -c $core python tools/learning_study.py & done
+An arm that ends with an error does not keep the others from being run.
+Let it have the machine alone: an arm's budget is time, so what runs beside it takes its steps.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ ARMS: Mapping[str, tuple[str, str, dict[str, object]]] = {
         SFT,
         # The warm start has seen any task that it would hold out.
         {
-            "save_every": 20,
+            "save_every": 5,
             "held_out_frac": 0,
             "checkpoints__keep_last": 1,
             "checkpoints__exports": "kept",
@@ -62,8 +61,9 @@ ARMS: Mapping[str, tuple[str, str, dict[str, object]]] = {
     ),
 }
 SEEDS = (0, 1, 2)
-SETS = {"held_out": "dialogue_held_out:1:32", "official": "official"}
+SETS = {"held_out": "dialogue_held_out:5:32", "official": "official"}
 VALIDATION = "dialogue_held_out:2:32"
+"""Of these, and of ``dialogue_held_out:1:32``, settings were chosen; of ``SETS`` never."""
 LOW, HIGH = 0.3, 0.6
 CURVE = (
     *("reward/mean", "reward/strict_mean", "loss/total", "policy/entropy"),
@@ -115,8 +115,15 @@ class Study:
 
     def surroundings(self) -> dict[str, Any]:
         """What the length and the result of any run depend on beside its command."""
-        configs = {path: _digest(Path(path))[:16] for path in (GRPO, SFT, EVAL)}
+        configs = {path: _settings_digest(Path(path)) for path in (GRPO, SFT, EVAL)}
         return {"settings": list(self.settings), "configs": configs, "machine": machine()}
+
+    @property
+    def command(self) -> str:
+        """What makes the study again."""
+        command = [sys.executable, "tools/learning_study.py", "--minutes", f"{self.minutes:g}"]
+        command += ["--trials", str(self.trials), "--model", self.model]
+        return shown([*command, *(("--set", *self.settings) if self.settings else ())])
 
     def check_begun(self, name: str, facts: dict[str, Any]) -> None:
         """What ``runs/NAME`` holds is not taken for something else than it is.
@@ -157,6 +164,10 @@ def _warm_start(study: Study) -> dict[str, Any]:
     known: dict[str, Any] | None = None
     if path.exists():
         known = json.loads(path.read_text(encoding="utf-8"))
+        now = study.surroundings()
+        found = {key: known.get(key) for key in now}
+        remedy = f"give the same, or delete {study.results} and {study.runs}"
+        _check_equal(str(path), found, now, remedy=remedy)
     if known is None or not _weights(study, known["step"]).exists():
         launched = _train_warm(study)
         if known is None:
@@ -187,6 +198,21 @@ def _weights(study: Study, step: int) -> Path:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _settings_digest(path: Path) -> str:
+    """Of what a config says: comments and layout may change."""
+    import yaml
+
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _code_digest() -> str:
+    """Of all that training and evaluation run; the tools are not in it."""
+    files = sorted([*Path("components").rglob("*.py"), *Path("recipes").glob("*.py")])
+    parts = [f"{path} {_digest(path)}" for path in files]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _train_warm(study: Study) -> dict[str, Any]:
@@ -315,7 +341,7 @@ def one(study: Study, arm: str, seed: int) -> None:
     }
     versions = evals / "held_out/versions.json"
     result["versions"] = json.loads(versions.read_text(encoding="utf-8"))
-    result["same"] = study.same(warm["sha256"])
+    result["same"], result["code"] = study.same(warm["sha256"]), _code_digest()
     study.results.mkdir(parents=True, exist_ok=True)
     write_text(study.result_file(arm, seed), json.dumps(result, indent=2) + "\n")
     if arm != BEFORE:
@@ -349,9 +375,11 @@ def _summarise(study: Study) -> None:
     whole = {
         **found["held_out"]["change"].get("grpo", {}),
         "sets": found,
+        "do_nothing": {name: e["do_nothing_mean"] for name, e in results[0]["evals"].items()},
         "same": results[0]["same"],
+        "code": {f"{r['arm']}_{r['seed']}": r["code"] for r in results},
         "train": {f"{r['arm']}_{r['seed']}": r["train"] for r in results if "train" in r},
-        "command": f"python tools/learning_study.py --minutes {study.minutes:g}",
+        "command": study.command,
     }
     write_text(study.results.with_suffix(".json"), json.dumps(whole, indent=2) + "\n")
     for name, of_set in found.items():
@@ -375,12 +403,21 @@ def check_results(study: Study) -> None:
         _check_equal(str(path), found, study.same(found["warm_start"]), remedy=remedy)
 
 
-def _do(study: Study, arm: str, seed: int, *, wait: bool) -> bool:
-    """Make a result unless it is there; False if another study is at it and we do not wait."""
+def _do(
+    study: Study, arm: str, seed: int, *, wait: bool, failed: dict[tuple[str, int], str]
+) -> bool:
+    """Make a result unless it is there; False if another study is at it and we do not wait.
+
+    What goes wrong with this one alone is told and goes into ``failed``.
+    """
     try:
         with locked(study.runs / f"{arm}_{seed}.lock", wait=wait) as lock:
             if not study.result_file(arm, seed).exists():
-                one(replace(study, lock=lock), arm, seed)
+                try:
+                    one(replace(study, lock=lock), arm, seed)
+                except ValueError as error:
+                    failed[arm, seed] = str(error)
+                    print(f"{arm}_{seed} failed: {error}", file=sys.stderr, flush=True)
                 summarise(study)
     except BlockingIOError:
         return False
@@ -425,13 +462,19 @@ def main() -> int:
             settings=tuple(args.settings),
         )
         check_results(study)
-        if "warm_start" in (args.only or ()):
-            warm_start(study)
         chosen = [jobs[name] for name in args.only or jobs if name in jobs]
-        others = [job for job in chosen if not _do(study, *job, wait=False)]
+        missing = any(not study.result_file(*job).exists() for job in chosen)
+        if missing or "warm_start" in (args.only or ()):
+            warm_start(study)  # without one nothing can be done, and nothing else is tried
+        failed: dict[tuple[str, int], str] = {}
+        others = [job for job in chosen if not _do(study, *job, wait=False, failed=failed)]
         for job in others:
-            _do(study, *job, wait=True)
+            _do(study, *job, wait=True, failed=failed)
         summarise(study)
+        if failed:
+            names = ", ".join(f"{arm}_{seed}" for arm, seed in failed)
+            print(f"learning_study: failed: {names}; see above", file=sys.stderr)
+            return 2
     except KeyboardInterrupt:
         print("learning_study: stopped; the same command goes on", file=sys.stderr)
         return 130

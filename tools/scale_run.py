@@ -7,7 +7,6 @@ A rate is worth what it predicts. ``holdout`` fits to every other step and predi
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,11 +106,12 @@ def read_run(directory: Path) -> Run:
     for name in ("metrics.jsonl", "rollouts.jsonl", "config.yaml"):
         if not (directory / name).is_file():
             raise ValueError(f"{directory} has no {name}")
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    from components.training.metrics import read_metrics  # JSON Lines; half a last one is left out
+
+    rows = read_metrics(directory / "metrics.jsonl")
     config = yaml.safe_load((directory / "config.yaml").read_text())
     records: dict[int, dict[int, list[dict[str, Any]]]] = {}
-    for line in (directory / "rollouts.jsonl").open():
-        record = json.loads(line)
+    for record in read_metrics(directory / "rollouts.jsonl"):
         if record["spec"]["rollout_id"].startswith("train/"):
             groups = records.setdefault(record["step"], {})
             groups.setdefault(record["spec"]["group"], []).append(record)
@@ -119,12 +119,20 @@ def read_run(directory: Path) -> Run:
     # All prompts of a domain begin alike: the engine computes that once for each version. What
     # is common to them is not recorded; the shortest prompt bounds it.
     shared = min((r["turns"][0]["start"] for r in played), default=1) - 1
+    plain = config.get("advantages", {}).get("baseline") == "none"
     steps = []
     for row in rows:
         if "time/step_s" in row and row["step"] in records:
             groups = records[row["step"]]
+            if list(groups) != sorted(groups):  # ranks write one after the other
+                raise ValueError(f"{directory}: step {row['step']} was played by several ranks")
+            if row.get("group/refilled", 0):
+                raise ValueError(
+                    f"{directory}: in step {row['step']} groups were played in place of others "
+                    "(dynamic_sampling.max_refills); that is not simulated"
+                )
             saving = row.get("pack/saving", 1.0)
-            found = [_episodes(groups[g], shared, saving) for g in sorted(groups)]
+            found = [_episodes(group, shared, saving, plain) for group in groups.values()]
             steps.append(Step(metrics=row, groups=found))
     if not steps:
         raise ValueError(f"{directory} has no finished step with its rollouts")
@@ -149,8 +157,15 @@ def _is_clocked(config: Mapping[str, Any]) -> bool:
     return getattr(locate(config["engine"]["_component_"]), "clocked", True)
 
 
-def _episodes(group: Sequence[dict[str, Any]], shared: int, saving: float) -> Group:
-    """The rollouts of a group: their turns, and the tokens that training computes of them."""
+def _episodes(group: Sequence[dict[str, Any]], shared: int, saving: float, plain: bool) -> Group:
+    """The rollouts of a group: their turns, and the tokens that training computes of them.
+
+    Args:
+        group: their records.
+        shared: tokens at the start of all prompts.
+        saving: tokens of the packed rows per token of their rollouts.
+        plain: advantages are the rewards themselves: equal ones are a signal, but for 0.
+    """
     rewards = {record["reward"] for record in group if record["reward"] is not None}
     found = []
     for record in group:
@@ -166,7 +181,8 @@ def _episodes(group: Sequence[dict[str, Any]], shared: int, saving: float) -> Gr
             )
             end = turn["end"]
             seen = end - 1  # a turn's last token is computed with what follows
-        trained = len(rewards) > 1 and record["reward"] is not None
+        signal = record["reward"] != 0 if plain else len(rewards) > 1
+        trained = signal and record["reward"] is not None
         tokens = end * saving if trained else 0.0
         found.append(Episode(turns=tuple(turns), end_s=env_s, trained_tokens=tokens))
     return found
@@ -194,7 +210,9 @@ def fit(run: Run) -> Costs:
         ValueError: a run that played ahead: its times are of two things at once.
     """
     if run.staleness:
-        raise ValueError("costs are fitted to a run with rollout.max_staleness 0")
+        raise ValueError(
+            f"rollout.max_staleness = {run.staleness}: costs are fitted to a run with 0 alone"
+        )
     sampling = dataclasses.replace(FIRST, shared_tokens=run.shared_tokens)
     for _ in range(NUM_FITS):
         sampling = _fit_sampling(run, sampling)
@@ -249,6 +267,8 @@ def rates_text(costs: Costs, *, num_steps: int, given: bool) -> str:
         else:
             source = "measured: " + MEASURED[name].format(steps=num_steps)
             source += "; 0 where they do not tell it apart" if value == 0 else ""
+            if name == "forward_token_s" and value == 0:
+                source = "not measured: no probe (probe_update: false), or ratio: generator"
         lines.append(f"{name:<16} {value:>9.4g}  {source}")
     for name, what in ASSUMED.items():
         if name not in rates:
@@ -261,7 +281,7 @@ def check(run: Run, costs: Costs) -> dict[str, Any]:
     batches = [[step.episodes] for step in run.steps]
     found = train(
         batches,
-        costs,
+        dataclasses.replace(costs, shared_tokens=run.shared_tokens),  # of its own prompts
         servers=1,
         workers=run.workers,
         staleness=run.staleness,

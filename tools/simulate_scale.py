@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -167,6 +168,27 @@ def checks_of(run: Run, others: Sequence[Path], costs: Costs, *, name: Path, giv
     return found + [{"name": str(path), **check(read_run(path), costs)} for path in others]
 
 
+def read_costs(path: Path, run: Run) -> Costs:
+    """Costs of another machine; what the prompts share is the run's.
+
+    Raises:
+        ValueError: naming the file and the field.
+    """
+    found = json.loads(path.read_text(encoding="utf-8"))
+    allowed = {each.name: each.default for each in dataclasses.fields(Costs)}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be an object with the fields {', '.join(allowed)}")
+    for name, value in found.items():
+        if name not in allowed:
+            raise ValueError(f"{path}: {name} is none of the costs {', '.join(allowed)}")
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ValueError(f"{path}: {name} = {value!r}: must be a number, 0 or more")
+    missing = [n for n, d in allowed.items() if d is dataclasses.MISSING and n not in found]
+    if missing:
+        raise ValueError(f"{path}: {', '.join(missing)} is missing")
+    return Costs(**found | {"shared_tokens": run.shared_tokens})
+
+
 def check_counts(options: argparse.Namespace) -> None:
     """Raise for a count below 1.
 
@@ -199,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_counts(options)
         run, given = read_run(options.run), options.costs is not None
-        costs = Costs(**json.loads(options.costs.read_text())) if given else fit(run)
+        costs = read_costs(options.costs, run) if given else fit(run)
         checks = checks_of(run, options.check, costs, name=options.run, given=given)
         rows = table(
             run,

@@ -126,7 +126,8 @@ def execute(
                         process.send_signal(signal.SIGINT)
                 time.sleep(POLL_S)
         except BaseException:
-            process.send_signal(signal.SIGINT)
+            if not stopping:  # a second one would not wait for the checkpoint
+                process.send_signal(signal.SIGINT)
             process.wait()
             raise
     # A run that has just ended by itself has no handler any more.
@@ -163,4 +164,13 @@ def machine() -> dict[str, object]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "niceness": os.nice(0),
         "platform": sys.platform,
+        "cpu": _cpu_model(),
     }
+
+
+def _cpu_model() -> str:
+    """As Linux names it; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), "")

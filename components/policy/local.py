@@ -51,8 +51,8 @@ class LocalEngine:
         max_batch_size: rollouts sampled at once; further requests of a call wait in order.
         prefill_chunk: most tokens in one forward pass of new tokens; bounds the memory of a pass.
         max_kv_gib: most GiB of keys and values. Requests that do not fit wait for turns of their
-            call to end, and rollouts that are not being sampled are forgotten and computed anew
-            when they come back. None for no limit.
+            call to end, those of rollouts that are kept go first, and rollouts without a request
+            are forgotten and computed anew when they come back. None for no limit.
         top_p: sample among the fewest most probable tokens that together have this probability.
             The log-probabilities are those of the renormalised distribution, which a trainer that
             knows the temperature alone cannot compute: for evaluation.
@@ -208,20 +208,20 @@ class LocalEngine:
                 )
 
     def _admit_all(self, call: Call) -> list[Turn]:
-        """Take the next requests into the batch, in their order, while there is room for them."""
+        """Take the next requests into the batch while there is room for them."""
         admitted: list[Turn] = []
         while call.waiting and len(call.live) + len(admitted) < self._max_batch_size:
-            index, request = call.waiting[0]
+            index, request = entry = self._store.first(call.waiting)
             room = self._store.make_room(
                 request,
                 length=len(request.context) + self._limit(request),
                 busy={t.request.rollout_id: t.max_length for t in (*call.live, *admitted)},
-                waiting={other.rollout_id for _, other in list(call.waiting)[1:]},
+                waiting={r.rollout_id for number, r in call.waiting if number != index},
             )
             if not room:
                 assert call.live or admitted, "one rollout alone fits: the limit was checked"
                 break
-            call.waiting.popleft()
+            call.waiting.remove(entry)
             admitted.append(self._admit(index, request))
         self.stats.forgotten += self._store.take_forgotten()
         return admitted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from components.policy.cache import RolloutCache, RowPool, SharedPrefix
 from components.policy.spans import KvSizes
@@ -52,6 +52,18 @@ class CacheStore:
         count, self._num_forgotten = self._num_forgotten, 0
         return count
 
+    def first(self, waiting: Sequence[tuple[int, SampleRequest]]) -> tuple[int, SampleRequest]:
+        """Which of the requests that wait, in their order, enters next.
+
+        With a limit, those whose rollouts are kept come before newcomers: these would find no room
+        beside caches that wait behind them.
+        """
+        if self._max_bytes is not None:
+            for entry in waiting:
+                if entry[1].rollout_id in self.caches:
+                    return entry
+        return waiting[0]
+
     def make_room(
         self, request: SampleRequest, *, length: int, busy: Mapping[str, int], waiting: set[str]
     ) -> bool:
@@ -66,18 +78,20 @@ class CacheStore:
             request: the turn.
             length: most tokens that its rollout has when the turn ends.
             busy: those that the rollouts in the batch have at the end of theirs.
-            waiting: rollouts of the requests that come after it.
+            waiting: rollouts of the other requests that wait.
 
         Returns:
-            False if it must wait for a turn of the batch to end.
+            False if it must wait for a turn of the batch to end; nothing is forgotten then.
         """
         if self._max_bytes is None:
             return True
         lengths = {**busy, request.rollout_id: length}
+        if busy and self._least(request, lengths, waiting) > self._max_bytes:
+            return False
         while self._needed(request, lengths) > self._max_bytes:
             if not self._forget_one(request, busy, waiting):
                 return False
-        rows, longest, base = self._grid(request, lengths)
+        rows, longest, base = self._grid(request, lengths, self.caches)
         held = self._sizes.pool(
             rows=max(rows, self.pool.num_rows),
             longest=max(longest, self.pool.num_blocks),
@@ -87,12 +101,16 @@ class CacheStore:
             self._compact()
         return True
 
-    def _grid(self, request: SampleRequest, lengths: Mapping[str, int]) -> tuple[int, int, int]:
-        """Rows, blocks of the longest, and lowest base of a pool that holds everybody."""
+    def _grid(
+        self,
+        request: SampleRequest,
+        lengths: Mapping[str, int],
+        caches: Mapping[str, RolloutCache],
+    ) -> tuple[int, int, int]:
+        """Rows, blocks of the longest, and lowest base of a pool that holds these and one more."""
         own = {request.rollout_id: (lengths[request.rollout_id], len(shared_part(request)))}
         own |= {
-            name: (lengths.get(name, len(cache.ids)), cache.base)
-            for name, cache in self.caches.items()
+            name: (lengths.get(name, len(cache.ids)), cache.base) for name, cache in caches.items()
         }
         longest = max(length - base for length, base in own.values())
         return len(own), -(-longest // self.pool.block), min(base for _, base in own.values())
@@ -108,9 +126,21 @@ class CacheStore:
 
     def _needed(self, request: SampleRequest, lengths: Mapping[str, int]) -> int:
         assert self._max_bytes is not None
-        rows, longest, base = self._grid(request, lengths)
+        rows, longest, base = self._grid(request, lengths, self.caches)
         pool = self._sizes.pool(rows=rows, longest=longest, base=base)
         return self._max_bytes - self._left(request) + pool
+
+    def _least(
+        self, request: SampleRequest, lengths: Mapping[str, int], waiting: Collection[str]
+    ) -> int:
+        """What is needed once all is forgotten that may be while others are in the batch."""
+        kept = {n: c for n, c in self.caches.items() if n in lengths or n in waiting}
+        prefixes = {cache.shared.ids for cache in kept.values() if cache.shared is not None}
+        if request.rollout_id not in kept:
+            prefixes.add(shared_part(request))
+        rows, longest, base = self._grid(request, lengths, kept)
+        pool = self._sizes.pool(rows=rows, longest=longest, base=base)
+        return pool + sum(self._sizes.shared(len(ids)) for ids in prefixes)
 
     def _forget_one(self, request: SampleRequest, busy: Collection[str], waiting: set[str]) -> bool:
         """Forget what is needed last; False if all that is left is needed now."""

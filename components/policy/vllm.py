@@ -196,11 +196,11 @@ class VLLMEngine:
 
     async def _renew(self, server: VLLMServer) -> ProbeReading:
         """Load the current weights into a server and prove it."""
-        label = self._label
+        label, server.proved = self._label, False
         await server.load(self._files.write(label), self._files.weights, label)
         served, noise = await server.probe(self._probe.sequences, label=label)
         reading = self._probe.check(server.address, served, noise=noise)
-        server.label, server.failing = label, False
+        server.label, server.proved, server.failing = label, True, False
         return reading
 
     # ---- sampling ----------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class VLLMEngine:
         return result
 
     async def _renew_if_lost(self, server: VLLMServer) -> None:
-        if await server.weight_version() == self._label:
+        if server.proved and await server.weight_version() == self._label:
             server.label = self._label  # it was only out of reach, or has been renewed since
             return
         await self._renew(server)

@@ -57,6 +57,7 @@ class VLLMServer:
     Attributes:
         base_model: the server's name of the model that it was started with.
         label: of the weights that it has been proved to serve; empty before.
+        proved: whether the weights that were last loaded into it are.
         num_rollouts: that are placed on it.
         failing: whether its last answer was none.
         renewing: held while weights are loaded into it.
@@ -66,6 +67,7 @@ class VLLMServer:
         self.address = address
         self.base_model = ""
         self.label = ""
+        self.proved = False
         self.num_rollouts = 0
         self.failing = False
         self.renewing = asyncio.Lock()
@@ -123,7 +125,7 @@ class VLLMServer:
 
     def adopt(self, weights: Weights, label: str) -> None:
         """Take over what another process has loaded and proved."""
-        self.label = label
+        self.label, self.proved = label, True
         self._adapter = label if weights == "adapter" else ""
 
     async def _unload(self, adapter: str) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -107,6 +107,12 @@ class Slot:
         except OSError:
             self._lost()
 
+    def is_ready(self) -> bool:
+        """Whether an order can be sent without waiting for a process to start."""
+        if self._process is None or not self._process.is_alive():
+            return False
+        return self._ready or (self._connection is not None and self._connection.poll(0))
+
     def take_reply(self) -> Any:
         """The answer, once: a value, or a :class:`Failure`."""
         assert self.answered
@@ -191,41 +197,60 @@ class Slot:
             self._reply = value
 
     def _lost(self) -> None:
-        code = self.kill()
-        self.answered = True
+        code = self._replace()
         why = ": it used up worker_memory_mib" if code == MEMORY_EXIT else ""
         self._reply = Failure(status="error_infra", error=f"the worker died, exit code {code}{why}")
 
     def _expire(self) -> None:
-        self.kill()
-        self.answered = True
+        self._replace()
         self._reply = Failure(
             status="error_deadline", error=f"no answer within {self._timeout_s} s"
         )
 
+    def _replace(self) -> int | None:
+        """End the process and start the next, which gets ready meanwhile; the exit code."""
+        code = self.kill()
+        self.start()
+        self.answered = True
+        return code
+
     @staticmethod
-    def gather(slots: Iterable[Slot], *, first_only: bool = False, patient: bool = True) -> None:
+    def gather(
+        slots: Iterable[Slot],
+        *,
+        first_only: bool = False,
+        patient: bool = True,
+        others: Iterable[Slot] = (),
+        on_tick: Callable[[], object] = lambda: None,
+    ) -> None:
         """Wait until every slot (or at least one) has answered, or run past its deadline.
 
         Args:
             slots: to which something was sent.
             first_only: one answer is enough.
             patient: False to take what is there, and to end those past their deadline.
+            others: likewise, but nobody waits for their answers: they are only looked at.
+            on_tick: called now and then while nothing comes; what it raises ends the waiting.
         """
-        slots = list(slots)
+        awaited = list(slots)
+        slots = [*awaited, *others]
         now = time.monotonic()
         for slot in slots:
             # Nobody looked: it may be that this process was stopped then.
             slot._forgive(now - slot._looked)
             slot._looked = now
         while True:
+            missing = sum(not slot.answered for slot in awaited)
+            if patient and (not missing or (first_only and missing < len(awaited))):
+                return
             pending = {slot._connection: slot for slot in slots if not slot.answered}
-            if not pending or (first_only and len(pending) < len(slots)):
+            if not pending:
                 return
             start = time.monotonic()
             left = min(slot._deadline for slot in pending.values()) - start
             patience = min(max(0.0, left), _TICK_S) if patient else 0.0
-            for connection in wait(list(pending), patience):  # type: ignore[arg-type]
+            came = wait(list(pending), patience)  # type: ignore[arg-type]
+            for connection in came:
                 pending.pop(connection)._receive()  # type: ignore[arg-type]
             now = time.monotonic()
             for slot in pending.values():
@@ -234,6 +259,8 @@ class Slot:
                     slot._expire()
             if not patient:
                 return
+            if not came:
+                on_tick()
 
     def _forgive(self, late_s: float) -> bool:
         """Move the deadline by time that is not the worker's; little of it does not count."""

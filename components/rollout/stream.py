@@ -1,8 +1,9 @@
 """Episodes under way: results of the engine go to their workers, and requests come back.
 
 Time is logical: one tick for each step of the engine. An answer of a worker is due ``reply_delay``
-ticks after it was asked for; it is waited for then, and not looked at before. So which requests
-enter when depends on the orders and the tokens alone, never on who was quick.
+ticks after it was asked for; it is waited for then, and not taken before. So which requests enter
+when depends on the orders and the tokens alone, never on who was quick. An engine that is not
+``clocked`` is the exception: it takes each answer when it comes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Stream:
         timeout_s: seconds a worker may take to answer.
         reply_delay: ticks from an order or a result to its answer.
         on_done: called with each finished rollout.
-        on_round: called at every tick, but for the last.
+        on_round: called at every tick, but for the last, and while answers are waited for.
     """
 
     def __init__(
@@ -67,7 +68,11 @@ class Stream:
         requests = self.feed(())
         if requests:
             self._engine.generate(requests, feed=self.feed)
-        assert len(self._rollouts) == len(self._orders), "an engine answers every request"
+        if len(self._rollouts) != len(self._orders):
+            raise TypeError(
+                f"{type(self._engine).__name__}.generate returned before feed had given all "
+                "requests: it has to call feed, and to go on while that gives any"
+            )
         return [self._rollouts[index] for index in range(len(self._orders))]
 
     def feed(self, done: Sequence[tuple[int, SampleResult | SampleFailure]]) -> list[SampleRequest]:
@@ -98,8 +103,14 @@ class Stream:
 
     def _start_waiting(self) -> None:
         while self._waiting and self._free:
+            slot = self._free[0]
+            if not self._clocked and self._live:  # the others go on while a new process starts
+                slot = next((slot for slot in self._free if slot.is_ready()), None)
+                if slot is None:
+                    return
+            self._free.remove(slot)
             index = self._waiting.popleft()
-            self._live[index] = self._free.popleft()
+            self._live[index] = slot
             self._send(index, self._orders[index])
 
     def _send(self, index: int, order: tuple) -> None:
@@ -111,14 +122,23 @@ class Stream:
         if not self._due:
             return []
         sampling = len(self._live) > len(self._due)  # or about to be: it owes no answer
+        slots = {index: self._live[index] for index in self._due}
         if not self._clocked:
-            slots = [self._live[index] for index in self._due]
-            Slot.gather(slots, first_only=True, patient=not sampling)
+            Slot.gather(
+                slots.values(), first_only=True, patient=not sampling, on_tick=self._on_round
+            )
             return sorted(index for index in self._due if self._live[index].answered)
         if not sampling:  # nothing moves the clock but these
             self._tick = max(self._tick, min(self._due.values()))
         now = sorted(index for index, tick in self._due.items() if tick <= self._tick)
-        Slot.gather(self._live[index] for index in now)
+        # The others' deadlines run, too: they are looked at in every tick, and taken when due.
+        others = [slot for index, slot in slots.items() if index not in now]
+        Slot.gather(
+            [slots[index] for index in now],
+            others=others,
+            patient=bool(now),
+            on_tick=self._on_round,
+        )
         return now
 
     def _take_reply(self, index: int, requests: dict[int, SampleRequest]) -> None:

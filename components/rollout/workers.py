@@ -3,7 +3,8 @@
 Each worker plays one rollout at a time. A turn that has been sampled goes to its worker at once and
 the worker's next request joins the engine's batch, whatever the others do; a rollout that has ended
 frees its worker for the next spec. All that is in logical time (``components/rollout/stream.py``):
-which requests share a batch depends on the specs and the tokens alone, never on who was quick.
+which requests share a batch depends on the specs and the tokens alone, never on who was quick;
+except with an engine that is not ``clocked``, which waits for nobody.
 
 Workers come from a forkserver that has imported ``preload`` and never torch: forking a process in
 which torch or gloo threads run is unsafe, and spawning imports tau2 anew each time (4-20 s).
@@ -50,6 +51,7 @@ class WorkerPool:
         reply_delay: steps of the engine from the end of a turn until its worker's answer is waited
             for. 0: at once, and the others wait with it. Where environments are slow, some steps
             let the engine go on meanwhile, and the answer enters then, early as it may have come.
+            Of no effect with an engine that is not ``clocked``.
 
     Raises:
         ValueError: a setting out of range, or a callable that lives in ``__main__``.

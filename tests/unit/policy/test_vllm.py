@@ -342,6 +342,19 @@ def test_a_server_started_anew_gets_its_weights_back(make_model, directory, serv
     assert engine.sync(2)["engine/renewed_servers"] == 1
 
 
+def test_weights_that_a_server_gets_back_are_proved_however_often_it_takes(directory, server):
+    """The probe is disturbed once; that the server names the right version then proves nothing."""
+    model = full_model(directory)
+    engine = make(model, server)
+    step(model, 0.1)
+    engine.sync(1)
+    server.restart()
+    server.deaf.add(RELOAD)
+    server.faults[GENERATE] = [None, status(500)]  # the turn, then the probe
+    with pytest.raises(EngineError, match="does not serve the trainer's weights"):
+        engine.generate([request()])
+
+
 def test_a_refusal_ends_the_run(directory, server):
     engine = make(full_model(directory), server)
     server.faults[GENERATE] = [status(400)]

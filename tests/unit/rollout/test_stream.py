@@ -198,6 +198,74 @@ def test_without_a_clock_a_slow_environment_holds_up_nobody():
     assert [r.status for r in rollouts] == ["error_deadline", "completed"]
 
 
+def test_a_late_reply_is_noticed_before_it_is_due():
+    """r0's environment hangs; its answer is due after 61 steps of 0.05 s, but has 1 s."""
+    orders = [spec("hang:1", rollout_id="r0"), spec("user_stop:1", rollout_id="r1")]
+    gone: list[int] = []
+    with make_pool(env_timeout_s=1.0, reply_delay=60) as pool:
+        first: list[int] = []
+
+        def watch(step: int) -> None:
+            time.sleep(0.05)
+            first.append(pids(pool)[0])
+            if first[-1] != first[0]:
+                gone.append(step)
+
+        engine = StepEngine({"r0": (1,), "r1": (80,)}, after_step=watch)
+        rollouts = pool.run(orders, engine)
+    assert [r.status for r in rollouts] == ["error_deadline", "completed"]
+    assert gone and gone[0] < 50  # its successor was started then, long before it was due
+
+
+@pytest.mark.parametrize("kind", [StepEngine, PollEngine])
+def test_a_stop_is_noticed_while_an_environment_is_waited_for(kind):
+    begin, stops = time.monotonic(), []
+
+    def stop() -> None:
+        stops.append(time.monotonic())
+        if stops[-1] - begin > 2:
+            raise InterruptedError("asked to")
+
+    with make_pool(env_timeout_s=60.0) as pool:
+        with pytest.raises(InterruptedError):
+            pool.run([spec("hang:1", rollout_id="r0")], kind({"r0": (1,)}), on_round=stop)
+    assert time.monotonic() - begin < 30
+
+
+def test_without_a_clock_nobody_waits_for_a_worker_to_be_replaced():
+    """r1's worker dies; r0 goes on while the next one starts, which takes as long as r0's turn."""
+    lengths = {"r0": (40,), "r1": (1,), "r2": (1,)}
+    orders = [
+        spec("user_stop:1", rollout_id="r0"),
+        spec("die:1", rollout_id="r1"),
+        spec("user_stop:1", rollout_id="r2"),
+    ]
+    with make_pool(num_workers=2) as pool:
+        blocked: list[bool] = []
+        waits = Slot._make_ready
+
+        def make_ready(slot: Slot) -> None:
+            blocked.append(not slot.is_ready())
+            waits(slot)
+
+        engine = PollEngine(lengths, after_step=lambda step: time.sleep(0.01))
+        with pytest.MonkeyPatch.context() as patch:
+            pool.run(specs_of({"r9": (1,)}), PollEngine({"r9": (1,)}))  # all are ready now
+            patch.setattr(Slot, "_make_ready", make_ready)
+            rollouts = pool.run(orders, engine)
+    assert [r.status for r in rollouts] == ["completed", "error_infra", "completed"]
+    assert blocked == [False, False, False]
+
+
+def test_an_engine_has_to_call_feed():
+    class Deaf(FakeEngine):
+        def generate(self, requests, *, feed=None):
+            return self.sample_all(requests)
+
+    with make_pool() as pool, pytest.raises(TypeError, match="Deaf.generate returned before feed"):
+        pool.run(specs_of({"r0": (1,)}), Deaf({"r0": ["Yes"]}))
+
+
 def test_time_in_which_nobody_looked_is_not_the_workers():
     """This process is stopped between a request and the look at its answer: no deadline passes."""
     slot = Slot(None, b"", preload=(), start_timeout_s=1.0)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from components.safety.report import wilson
 from tools.study_runs import is_over, shown, tune
@@ -32,6 +33,8 @@ settings = dict(pair.split("=", 1) for pair in pairs)
 out = Path(settings["output_dir"])
 resume = settings.get("resume") == "true"
 assert resume == (out / "run.json").exists(), (out, resume)
+if Path("broken").exists() and out.name == Path("broken").read_text():
+    sys.exit("guard: loss is nan")
 out.mkdir(parents=True, exist_ok=True)
 (out / "run.json").write_text("{}")
 (out / "versions.json").write_text('{"torch": "2.13"}')
@@ -242,6 +245,63 @@ def test_another_study_is_not_taken_for_this_one(place):
     _, err = run(place, "--only", "grpo_0", "--minutes", "3", code=2)
     assert "eval_grpo_0/held_out was made with command = " in err
     assert "weights = " in err
+
+
+def test_a_warm_start_of_other_threads_or_settings_is_refused(place, monkeypatch):
+    """Its times say how many steps of SFT fit."""
+    run(place, "--only", "warm_start")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    _, err = run(place, "--only", "sft_0", code=2)
+    assert "warm_start.json was made with machine = " in err
+    assert "'OMP_NUM_THREADS': '7'" in err
+    monkeypatch.undo()
+    (place / "configs").unlink()
+    shutil.copytree(ROOT / "configs", place / "configs")
+    config = place / "configs/mock_learn_sft.yaml"
+    config.write_text("# A comment changes nothing.\n" + config.read_text())
+    run(place, "--only", "warm_start")
+    config.write_text(config.read_text().replace("lr: ", "lr: 1"))
+    _, err = run(place, "--only", "sft_0", code=2)
+    assert "warm_start.json was made with configs = " in err
+
+
+def test_one_arm_that_fails_keeps_no_other_from_being_run(place):
+    (place / "broken").write_text("reinforce_0")
+    _, err = run(place, code=2)
+    assert "guard: loss is nan" in err
+    assert "learning_study: failed: reinforce_0; see above" in err
+    listed, _ = run(place, "--list")
+    assert [line.split()[0] for line in listed.splitlines() if "missing" in line] == ["reinforce_0"]
+    (place / "broken").unlink()
+    run(place)
+    assert read(place, "mock_learn.json")["sets"]["held_out"]["change"]["reinforce"]["seeds"] == [
+        0,
+        1,
+    ]
+
+
+def test_a_study_goes_on_without_its_runs(place):
+    run(place, "--only", "before_0")
+    made = read(place, "mock_learn/warm_start.json")
+    shutil.rmtree(place / "runs")
+    run(place, "--only", "before_1")
+    assert read(place, "mock_learn/warm_start.json") == made
+    assert (
+        read(place, "mock_learn/before_1.json")["same"]
+        == read(place, "mock_learn/before_0.json")["same"]
+    )
+    shutil.rmtree(place / "runs")
+    out, _ = run(place, "--only", "before_0", "before_1")  # all is there: only the summary is made
+    assert "stand_in.py" not in out
+
+
+def test_the_tasks_of_the_results_are_those_of_the_config_and_of_no_choice():
+    from tools.learning_study import EVAL, SETS, VALIDATION
+
+    config = yaml.safe_load((ROOT / EVAL).read_text(encoding="utf-8"))
+    assert config["env"]["tasks"] == config["dataset"]["tasks"] == SETS["held_out"]
+    seeds = {tasks.split(":")[1] for tasks in (SETS["held_out"], VALIDATION, "x:1")}
+    assert len(seeds) == 3  # seed 1 was used while the settings were being looked for
 
 
 def test_a_failing_command_is_shown(place):

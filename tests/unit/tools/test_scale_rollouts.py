@@ -194,7 +194,7 @@ class Desk:
         self.ready = self.clock.now + env_s
 
     @staticmethod
-    def gather(slots):
+    def gather(slots, **_):
         for slot in slots:
             late = max(slot.ready - slot.clock.now, 0.0)
             slot.clock.waited += late

@@ -191,7 +191,6 @@ def write_run(directory, *, staleness, lengths=LENGTHS):
                     "stats": {"env_time_s": 0.0},
                 }
             )
-    # a prompt of the shared 101 tokens alone, in an evaluation: not of a step
     for name, lines in (("metrics.jsonl", metrics), ("rollouts.jsonl", records)):
         (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = {"rollout": {"max_staleness": staleness, "num_workers": 4}}
@@ -219,6 +218,62 @@ def test_costs_are_found_in_a_run_and_predict_it_and_another(tmp_path, capsys):
         assert playing_ahead["step_s"] < plain["step_s"]
     assert "limit" in capsys.readouterr().out
     assert simulate_scale.main([str(run), "--costs", str(costs), "--gpus", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"prefill_token_s": 1.0, "decode_step_s": 1.0, "decode_s": 1.0}, "decode_s is none of"),
+        ({"prefill_token_s": -1.0, "decode_step_s": 1.0}, "prefill_token_s = -1.0: must be a"),
+        ({"prefill_token_s": float("nan"), "decode_step_s": 1.0}, "prefill_token_s = nan: must be"),
+        ({"prefill_token_s": 1.0}, "decode_step_s is missing"),
+        ([], "must be an object"),
+    ],
+)
+def test_costs_of_a_file_are_checked(tmp_path, capsys, costs, message):
+    run, path = write_run(tmp_path / "run", staleness=0), tmp_path / "costs.json"
+    path.write_text(json.dumps(costs))
+    assert simulate_scale.main([str(run), "--costs", str(path)]) == 1
+    assert f"simulate_scale: {path}: {message}" in capsys.readouterr().err
+
+
+def test_what_prompts_share_is_of_the_run_and_not_of_the_machine(tmp_path):
+    long = [(prompt + 1000, sampled) for prompt, sampled in LENGTHS]
+    run = read_run(write_run(tmp_path / "run", staleness=0))
+    other = read_run(write_run(tmp_path / "long", staleness=0, lengths=long))
+    assert other.shared_tokens == run.shared_tokens + 1000
+    assert check(other, fit(run)) == check(
+        other, dataclasses.replace(fit(run), shared_tokens=other.shared_tokens)
+    )
+
+
+def test_a_run_of_several_ranks_is_refused(tmp_path, capsys):
+    run = write_run(tmp_path / "run", staleness=0)
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    more = [{**line, "spec": {**line["spec"], "group": 1}} for line in lines]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in [*more, *lines]))
+    assert simulate_scale.main([str(run)]) == 1
+    assert "step 1 was played by several ranks" in capsys.readouterr().err
+
+
+def test_half_a_last_line_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", staleness=0)
+    before = read_run(run)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('{"step": 5, "ti')
+    assert read_run(run) == before
+
+
+def test_without_a_baseline_equal_rewards_are_trained(tmp_path):
+    run = write_run(tmp_path / "run", staleness=0)
+    lines = [json.loads(line) | {"reward": 1.0} for line in (run / "rollouts.jsonl").open()]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(run).steps[0].trained_tokens == 0
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["advantages"] = {"baseline": "none"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert read_run(run).steps[0].trained_tokens == 2 * (101 + 30 + 8)
 
 
 def slower(run, factor, *, steps):
