@@ -48,8 +48,13 @@ def table(results: Sequence[Result], *, arms: Sequence[str]) -> str:
 def curve(result: Result) -> tuple[list[float], list[float]]:
     """Minutes of training before each step, and the mean reward of the policy then."""
     rows = result.get("curve", [])
-    starts = accumulate((row["time/step_s"] / 60 for row in rows), initial=0.0)
-    points = [(t, row["reward/mean"]) for t, row in zip(starts, rows) if "reward/mean" in row]
+    ends = accumulate(row["time/step_s"] / 60 for row in rows)
+    starts = [end - row["time/step_s"] / 60 for end, row in zip(ends, rows, strict=True)]
+    points = [
+        (start, row["reward/mean"])
+        for start, row in zip(starts, rows, strict=True)
+        if "reward/mean" in row
+    ]
     return [t for t, _ in points], [reward for _, reward in points]
 
 

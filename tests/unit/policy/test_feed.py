@@ -188,7 +188,7 @@ def test_rollouts_that_are_kept_go_on_before_others_begin():
         max_tokens=BLOCK,
         max_kv_gib=(2 * BLOCK + len(SYSTEM)) * TOKEN_BYTES / 2**30,
     )
-    played(engine, {name: (9, 9) for name in "abcd"})
+    played(engine, dict.fromkeys("abcd", (9, 9)))
     assert engine.stats.decode_steps == 32
     assert engine.stats.forgotten == 0
 
