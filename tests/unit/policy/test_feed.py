@@ -196,7 +196,7 @@ def test_rollouts_that_are_kept_go_on_before_others_begin():
 def test_nothing_is_forgotten_for_a_request_that_has_to_wait_all_the_same():
     """Room for four blocks. The rows of a and c would have three each, whoever else is kept."""
     engine = engine_of(
-        tiny_model("all"),
+        tiny_model(),
         max_tokens=3 * BLOCK + len(SYSTEM),
         max_kv_gib=(4 * BLOCK + len(SYSTEM)) * TOKEN_BYTES / 2**30,
     )

@@ -43,7 +43,7 @@ def test_the_table_and_the_picture(tmp_path):
     done = plot(tmp_path, "--output", tmp_path / "study.png")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[2].startswith("| held_out | grpo | 2 | 0.250 | 0.625 | +0.375 [+")
+    assert lines[2].startswith("| held_out | grpo | 2 | 0.250 | 0.625 | +0.375 [-0.027, +0.750] |")
     assert lines[3].startswith("| held_out | sft | 1 | 0.250 | 0.375 | +0.125 [")
     assert lines[4].startswith("| held_out | grpo-sft | 1 | 0.375 | 0.625 | +0.250 [")
     assert lines[5] == "| held_out | doing nothing | | | 0.125 | |"

@@ -415,7 +415,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "has no metrics.jsonl" in capsys.readouterr().err
     ahead = write_run(tmp_path / "ahead", staleness=1)
     assert simulate_scale.main([str(ahead)]) == 1
-    assert "rollout.max_staleness 0" in capsys.readouterr().err
+    assert "rollout.max_staleness = 1: costs are fitted" in capsys.readouterr().err
 
 
 def test_given_costs_are_held_against_the_runs_that_are_named(tmp_path, capsys):
