@@ -163,11 +163,11 @@ def _warm_start(study: Study) -> dict[str, Any]:
     path = study.results / "warm_start.json"
     known: dict[str, Any] | None = None
     if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = dict(json.loads(path.read_text(encoding="utf-8")))
         now = study.surroundings()
-        found = {key: known.get(key) for key in now}
+        begun = {key: value for key, value in known.items() if key in now}
         remedy = f"give the same, or delete {study.results} and {study.runs}"
-        _check_equal(str(path), found, now, remedy=remedy)
+        _check_equal(str(path), begun, now, remedy=remedy)
     if known is None or not _weights(study, known["step"]).exists():
         launched = _train_warm(study)
         if known is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -108,10 +108,10 @@ def read_run(directory: Path) -> Run:
             raise ValueError(f"{directory} has no {name}")
     from components.training.metrics import read_metrics  # JSON Lines; half a last one is left out
 
-    rows = read_metrics(directory / "metrics.jsonl")
+    rows = cast("list[dict[str, Any]]", read_metrics(directory / "metrics.jsonl"))
     config = yaml.safe_load((directory / "config.yaml").read_text())
     records: dict[int, dict[int, list[dict[str, Any]]]] = {}
-    for record in read_metrics(directory / "rollouts.jsonl"):
+    for record in cast("list[dict[str, Any]]", read_metrics(directory / "rollouts.jsonl")):
         if record["spec"]["rollout_id"].startswith("train/"):
             groups = records.setdefault(record["step"], {})
             groups.setdefault(record["spec"]["group"], []).append(record)
