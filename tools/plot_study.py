@@ -47,7 +47,7 @@ def table(results: Sequence[Result], *, arms: Sequence[str]) -> str:
 
 def curve(result: Result) -> tuple[list[float], list[float]]:
     """Minutes of training before each step, and the mean reward of the policy then."""
-    rows = result.get("curve", [])
+    rows = [row for row in result.get("curve", []) if "time/step_s" in row]  # some only evaluate
     ends = accumulate(row["time/step_s"] / 60 for row in rows)
     starts = [end - row["time/step_s"] / 60 for end, row in zip(ends, rows, strict=True)]
     points = [

@@ -16,7 +16,7 @@ def result(arm, seed, rewards, *, steps=()):
     found = {"arm": arm, "seed": seed, "same": {"minutes": 15}, "evals": evals}
     if steps:
         rows = [{"step": i, "time/step_s": s, "reward/mean": r} for i, (s, r) in enumerate(steps)]
-        found["curve"] = rows
+        found["curve"] = [{"step": 0, "loss/held_out": 1.0}, *rows]
     return found
 
 
