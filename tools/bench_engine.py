@@ -137,10 +137,12 @@ def _measure_transformers(
     runs: Runs, works: Sequence[Work], directory: Path, against: Sequence[str]
 ) -> None:
     """With and without its cache kept; its copy of the model is gone afterwards."""
-    for name, keep in (("transformers", False), ("kept_cache", True)):
-        if name in against:
-            theirs = Transformers(directory, dtype=torch.bfloat16)
-            _measure(runs, name, works, partial(theirs.run, keep_cache=keep))
+    wanted = [name for name in ("transformers", "kept_cache") if name in against]
+    if not wanted:
+        return
+    theirs = Transformers(directory, dtype=torch.bfloat16)
+    for name in wanted:
+        _measure(runs, name, works, partial(theirs.run, keep_cache=name == "kept_cache"))
 
 
 class Missing(NamedTuple):

@@ -403,12 +403,10 @@ def check_results(study: Study) -> None:
         _check_equal(str(path), found, study.same(found["warm_start"]), remedy=remedy)
 
 
-def _do(
-    study: Study, arm: str, seed: int, *, wait: bool, failed: dict[tuple[str, int], str]
-) -> bool:
+def _do(study: Study, arm: str, seed: int, *, wait: bool, failed: list[str]) -> bool:
     """Make a result unless it is there; False if another study is at it and we do not wait.
 
-    What goes wrong with this one alone is told and goes into ``failed``.
+    What goes wrong with this one alone is told, and its name goes into ``failed``.
     """
     try:
         with locked(study.runs / f"{arm}_{seed}.lock", wait=wait) as lock:
@@ -416,7 +414,7 @@ def _do(
                 try:
                     one(replace(study, lock=lock), arm, seed)
                 except ValueError as error:
-                    failed[arm, seed] = str(error)
+                    failed.append(f"{arm}_{seed}")
                     print(f"{arm}_{seed} failed: {error}", file=sys.stderr, flush=True)
                 summarise(study)
     except BlockingIOError:
@@ -466,14 +464,13 @@ def main() -> int:
         missing = any(not study.result_file(*job).exists() for job in chosen)
         if missing or "warm_start" in (args.only or ()):
             warm_start(study)  # without one nothing can be done, and nothing else is tried
-        failed: dict[tuple[str, int], str] = {}
+        failed: list[str] = []
         others = [job for job in chosen if not _do(study, *job, wait=False, failed=failed)]
         for job in others:
             _do(study, *job, wait=True, failed=failed)
         summarise(study)
         if failed:
-            names = ", ".join(f"{arm}_{seed}" for arm, seed in failed)
-            print(f"learning_study: failed: {names}; see above", file=sys.stderr)
+            print(f"learning_study: failed: {', '.join(failed)}; see above", file=sys.stderr)
             return 2
     except KeyboardInterrupt:
         print("learning_study: stopped; the same command goes on", file=sys.stderr)

@@ -86,9 +86,12 @@ class CacheStore:
         if self._max_bytes is None:
             return True
         lengths = {**busy, request.rollout_id: length}
-        if busy and self._least(request, lengths, waiting) > self._max_bytes:
-            return False
-        while self._needed(request, lengths) > self._max_bytes:
+        if busy:  # would it fit if all were forgotten that may be?
+            kept = {n: c for n, c in self.caches.items() if n in lengths or n in waiting}
+            used = {cache.shared for cache in kept.values() if cache.shared is not None}
+            if self._needed(request, lengths, kept, used) > self._max_bytes:
+                return False
+        while self._needed(request, lengths, self.caches, self.shared.values()) > self._max_bytes:
             if not self._forget_one(request, busy, waiting):
                 return False
         rows, longest, base = self._grid(request, lengths, self.caches)
@@ -97,7 +100,7 @@ class CacheStore:
             longest=max(longest, self.pool.num_blocks),
             base=min(base, self.pool.base),
         )
-        if held > self._left(request):
+        if held > self._max_bytes - self._shared_bytes(request, self.shared.values()):
             self._compact()
         return True
 
@@ -115,32 +118,26 @@ class CacheStore:
         longest = max(length - base for length, base in own.values())
         return len(own), -(-longest // self.pool.block), min(base for _, base in own.values())
 
-    def _left(self, request: SampleRequest) -> int:
-        """What shared prefixes leave of the limit, this request's included."""
-        assert self._max_bytes is not None
-        lengths = [len(ids) for ids in self.shared]
-        prefix = shared_part(request)
-        if request.rollout_id not in self.caches and prefix not in self.shared:
-            lengths.append(len(prefix))
-        return self._max_bytes - sum(map(self._sizes.shared, lengths))
-
-    def _needed(self, request: SampleRequest, lengths: Mapping[str, int]) -> int:
-        assert self._max_bytes is not None
-        rows, longest, base = self._grid(request, lengths, self.caches)
-        pool = self._sizes.pool(rows=rows, longest=longest, base=base)
-        return self._max_bytes - self._left(request) + pool
-
-    def _least(
-        self, request: SampleRequest, lengths: Mapping[str, int], waiting: Collection[str]
+    def _needed(
+        self,
+        request: SampleRequest,
+        lengths: Mapping[str, int],
+        caches: Mapping[str, RolloutCache],
+        shared: Collection[SharedPrefix],
     ) -> int:
-        """What is needed once all is forgotten that may be while others are in the batch."""
-        kept = {n: c for n, c in self.caches.items() if n in lengths or n in waiting}
-        prefixes = {cache.shared.ids for cache in kept.values() if cache.shared is not None}
-        if request.rollout_id not in kept:
-            prefixes.add(shared_part(request))
-        rows, longest, base = self._grid(request, lengths, kept)
+        """Bytes of a pool that holds these caches and the request's, and of these prefixes."""
+        rows, longest, base = self._grid(request, lengths, caches)
         pool = self._sizes.pool(rows=rows, longest=longest, base=base)
-        return pool + sum(self._sizes.shared(len(ids)) for ids in prefixes)
+        return pool + self._shared_bytes(request, shared)
+
+    def _shared_bytes(self, request: SampleRequest, shared: Collection[SharedPrefix]) -> int:
+        """Bytes of these prefixes, and of the request's if it brings one of its own."""
+        lengths = [len(each) for each in shared]
+        if request.rollout_id not in self.caches:
+            prefix = shared_part(request)
+            if self.shared.get(prefix) not in shared:
+                lengths.append(len(prefix))
+        return sum(map(self._sizes.shared, lengths))
 
     def _forget_one(self, request: SampleRequest, busy: Collection[str], waiting: set[str]) -> bool:
         """Forget what is needed last; False if all that is left is needed now."""
