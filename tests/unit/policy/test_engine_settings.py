@@ -11,7 +11,14 @@ from components.models.lora import add_adapters, merged_weight
 from components.policy.cache import BLOCK
 from components.policy.checks import check_device
 from components.policy.local import LocalEngine
-from tests.unit.policy.tiny import VOCAB, plain_logits, plain_logprobs, request, tiny_model
+from tests.unit.policy.tiny import (
+    VOCAB,
+    plain_logits,
+    plain_logprobs,
+    request,
+    tiny_model,
+    watch_decode,
+)
 
 SYSTEM = random.Random(0).choices(range(VOCAB), k=12)
 TOKEN_BYTES = 2 * 3 * 2 * 16 * 4  # keys and values, 3 layers, 2 heads of 16 numbers, fp32
@@ -91,17 +98,7 @@ def test_the_memory_limit_queues_and_changes_no_token(kind):
     # two rollouts of one block each, and the shared prefix
     limit = gib(2 * BLOCK + len(SYSTEM))
     engine = LocalEngine(model, max_tokens=100, max_batch_size=8, max_kv_gib=limit)
-    held: list[int] = []
-    live: list[int] = []
-    decode = engine._decode
-
-    def watched(step, turns):
-        out = decode(step, turns)
-        held.append(engine.cache_bytes())
-        live.append(len(turns))
-        return out
-
-    engine._decode = watched
+    held, live = watch_decode(engine)
     for name, results in play(engine, names, turns=3).items():
         assert_same(results, free[name])
     assert max(held) <= limit * 2**30

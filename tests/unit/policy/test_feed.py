@@ -11,7 +11,7 @@ from components.policy.cache import BLOCK
 from components.policy.engine import in_rounds
 from components.policy.local import LocalEngine
 from components.rollout.types import SampleRequest, SampleResult
-from tests.unit.policy.tiny import VOCAB, plain_logprobs, request, tiny_model
+from tests.unit.policy.tiny import VOCAB, plain_logprobs, request, tiny_model, watch_decode
 
 SYSTEM = random.Random(0).choices(range(VOCAB), k=12)
 TOKEN_BYTES = 2 * 3 * 2 * 16 * 4  # keys and values, 3 layers, 2 heads of 16 numbers, fp32
@@ -223,16 +223,7 @@ def test_the_memory_limit_holds_and_fed_requests_wait(release):
     limit = (2 * BLOCK + len(SYSTEM)) * TOKEN_BYTES
     free = played(engine_of(model, max_tokens=BLOCK), many())
     engine = engine_of(model, max_tokens=BLOCK, max_kv_gib=limit / 2**30)
-    held, live = [], []
-    decode = engine._decode
-
-    def watched(step, turns):
-        out = decode(step, turns)
-        held.append(engine.cache_bytes())
-        live.append(len(turns))
-        return out
-
-    engine._decode = watched
+    held, live = watch_decode(engine)
     stream = played(engine, many(), release=release)
     assert max(held) <= limit
     assert max(live) == 2

@@ -17,7 +17,7 @@ from components.policy.replay import replay
 from components.policy.spans import KvSizes, Span, hidden_slots, keep, runs, slots, spans_of
 from tests.unit.models.gpt_oss import tiny as tiny_moe
 from tests.unit.policy.test_shared_prefix import dense_logprobs, some_ids
-from tests.unit.policy.tiny import plain_logprobs, request, tiny_model
+from tests.unit.policy.tiny import plain_logprobs, request, tiny_model, watch_decode
 
 BLOCK = 4
 TOKEN_BYTES = 2 * 2 * 16 * 4  # keys and values of one layer: 2 heads of 16 numbers, fp32
@@ -234,15 +234,7 @@ def test_the_memory_limit_queues_and_forgets(layout, monkeypatch):
         prefill_chunk=11,
         max_kv_gib=limit * TOKEN_BYTES / 2**30,
     )
-    held, live, decode = [], [], engine._decode
-
-    def counted(step, turns):
-        out = decode(step, turns)
-        held.append(engine.cache_bytes())
-        live.append(len(turns))
-        return out
-
-    engine._decode = counted
+    held, live = watch_decode(engine)
     for seed in range(2):
         assert play(engine, model, shared_len=6, seed=seed, turns=4) < 2e-5
         engine.release(map(str, range(7)))

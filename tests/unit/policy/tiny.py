@@ -14,6 +14,7 @@ from torchtune.modules import (
 from components.attention.plan import MaskPlan
 from components.attention.sink_attention import SinkAttention
 from components.models.decoder import ModelConfig, PolicyModel
+from components.policy.local import LocalEngine
 from components.rollout.types import SampleRequest
 
 VOCAB = 61
@@ -114,3 +115,19 @@ def request(rollout_id: str, context: list[int], **settings) -> SampleRequest:
         "seed": 0,
     }
     return SampleRequest(rollout_id=rollout_id, context=tuple(context), **(defaults | settings))
+
+
+def watch_decode(engine: LocalEngine) -> tuple[list[int], list[int]]:
+    """Bytes of the caches after each decode step to come, and the turns that were in it."""
+    held: list[int] = []
+    live: list[int] = []
+    decode = engine._decode
+
+    def watched(step, turns):
+        out = decode(step, turns)
+        held.append(engine.cache_bytes())
+        live.append(len(turns))
+        return out
+
+    engine._decode = watched  # type: ignore[method-assign]
+    return held, live
