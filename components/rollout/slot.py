@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
 import time
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any, Literal
 
-from components.rollout import preload as preloading
 from components.rollout.lifeline import end_group
-from components.rollout.worker import MEMORY_EXIT, WORKER_ENV, serve
+from components.rollout.worker import MEMORY_EXIT, start
 
 _log = logging.getLogger(__name__)
 
@@ -73,18 +68,7 @@ class Slot:
 
     def start(self) -> None:
         """Start the process; it gets ready while the caller goes on."""
-        self._connection, child = self._context.Pipe()
-        self._process = self._context.Process(
-            target=serve, args=(child, self._pickled, self._preload), daemon=True
-        )
-        variables = WORKER_ENV | {
-            # The forkserver takes neither our sys.path nor function calls in any other way.
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            preloading.VARIABLE: " ".join(self._preload),
-        }
-        with _hidden_main(), _environment(variables):
-            self._process.start()
-        child.close()  # so that the end of the process closes the pipe
+        self._process, self._connection = start(self._context, self._pickled, self._preload)
         self._ready = False
 
     def send(self, order: tuple[Any, ...], *, timeout_s: float) -> None:
@@ -109,9 +93,18 @@ class Slot:
 
     def is_ready(self) -> bool:
         """Whether an order can be sent without waiting for a process to start."""
-        if self._process is None or not self._process.is_alive():
+        if not self._is_alive():
             return False
         return self._ready or (self._connection is not None and self._connection.poll(0))
+
+    def revive(self) -> None:
+        """Start the next process where an idle worker has died; it gets ready meanwhile.
+
+        One that has never been ready is left to ``send``, which tells why.
+        """
+        if self._ready and not self._is_alive():
+            self.kill()
+            self.start()
 
     def take_reply(self) -> Any:
         """The answer, once: a value, or a :class:`Failure`."""
@@ -152,6 +145,9 @@ class Slot:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def _is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
 
     def _make_ready(self) -> None:
         if self._process is not None and not self._process.is_alive():
@@ -221,6 +217,7 @@ class Slot:
         first_only: bool = False,
         patient: bool = True,
         others: Iterable[Slot] = (),
+        until_ready: Collection[Slot] = (),
         on_tick: Callable[[], object] = lambda: None,
     ) -> None:
         """Wait until every slot (or at least one) has answered, or run past its deadline.
@@ -230,6 +227,7 @@ class Slot:
             first_only: one answer is enough.
             patient: False to take what is there, and to end those past their deadline.
             others: likewise, but nobody waits for their answers: they are only looked at.
+            until_ready: idle ones whose processes start; one that is ready ends the waiting, too.
             on_tick: called now and then while nothing comes; what it raises ends the waiting.
         """
         awaited = list(slots)
@@ -243,15 +241,19 @@ class Slot:
             missing = sum(not slot.answered for slot in awaited)
             if patient and (not missing or (first_only and missing < len(awaited))):
                 return
+            if any(slot.is_ready() for slot in until_ready):
+                return
             pending = {slot._connection: slot for slot in slots if not slot.answered}
             if not pending:
                 return
             start = time.monotonic()
             left = min(slot._deadline for slot in pending.values()) - start
             patience = min(max(0.0, left), _TICK_S) if patient else 0.0
-            came = wait(list(pending), patience)  # type: ignore[arg-type]
+            starting = [slot._connection for slot in until_ready if slot._is_alive()]
+            came = wait([*pending, *starting], patience)  # type: ignore[list-item]
             for connection in came:
-                pending.pop(connection)._receive()  # type: ignore[arg-type]
+                if connection in pending:
+                    pending.pop(connection)._receive()  # type: ignore[arg-type]
             now = time.monotonic()
             for slot in pending.values():
                 slot._looked = now
@@ -267,29 +269,3 @@ class Slot:
         if late_s > _TICK_S:
             self._deadline += late_s
         return late_s > _TICK_S
-
-
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the caller's main module, torch and all, in workers."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that a forkserver started inside inherits."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

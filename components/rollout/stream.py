@@ -91,7 +91,7 @@ class Stream:
         while True:
             self._start_waiting()
             answered = self._gather()
-            if not answered:
+            if not answered and not (self._waiting and self._next_slot()):
                 break
             for index in answered:
                 self._take_reply(index, requests)
@@ -102,16 +102,20 @@ class Stream:
         return [requests[index] for index in numbers]
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._free:
-            slot = self._free[0]
-            if not self._clocked and self._live:  # the others go on while a new process starts
-                slot = next((slot for slot in self._free if slot.is_ready()), None)
-                if slot is None:
-                    return
+        while self._waiting and (slot := self._next_slot()) is not None:
             self._free.remove(slot)
             index = self._waiting.popleft()
             self._live[index] = slot
             self._send(index, self._orders[index])
+
+    def _next_slot(self) -> Slot | None:
+        """Who takes the next order now, if anybody is free."""
+        if not self._free or self._clocked or not self._live:
+            return self._free[0] if self._free else None
+        # The others go on while a new process starts.
+        for slot in self._free:
+            slot.revive()
+        return next((slot for slot in self._free if slot.is_ready()), None)
 
     def _send(self, index: int, order: tuple) -> None:
         self._live[index].send(order, timeout_s=self._timeout_s)
@@ -125,7 +129,11 @@ class Stream:
         slots = {index: self._live[index] for index in self._due}
         if not self._clocked:
             Slot.gather(
-                slots.values(), first_only=True, patient=not sampling, on_tick=self._on_round
+                slots.values(),
+                first_only=True,
+                patient=not sampling,
+                until_ready=self._free if self._waiting else (),
+                on_tick=self._on_round,
             )
             return sorted(index for index in self._due if self._live[index].answered)
         if not sampling:  # nothing moves the clock but these

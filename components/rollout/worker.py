@@ -15,8 +15,11 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from components.chat.base import Renderer
@@ -38,6 +41,58 @@ MEMORY_EXIT = 86
 
 NEARLY_ALL = 0.9
 """Share of its memory past which a worker ends itself; what is left is for closing episodes."""
+
+
+def start(
+    context: ForkServerContext, pickled: bytes, preload: tuple[str, ...]
+) -> tuple[BaseProcess, Connection]:
+    """Start a process that runs :func:`serve`.
+
+    Args:
+        context: multiprocessing's.
+        pickled: see ``serve``.
+        preload: entries for the forkserver.
+
+    Returns:
+        The process, and our end of the pipe to it; the end of the process closes it.
+    """
+    connection, child = context.Pipe()
+    process = context.Process(target=serve, args=(child, pickled, preload), daemon=True)
+    variables = WORKER_ENV | {
+        # The forkserver takes neither our sys.path nor function calls in any other way.
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        preloading.VARIABLE: " ".join(preload),
+    }
+    with _hidden_main(), _environment(variables):
+        process.start()
+    child.close()
+    return process, connection
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the caller's main module, torch and all, in workers."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that a forkserver started inside inherits."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def serve(connection: Connection, pickled: bytes, preload: tuple[str, ...]) -> None:

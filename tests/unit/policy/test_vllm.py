@@ -30,6 +30,7 @@ from tests.unit.policy.vllm_fake import (
     FakeVLLM,
     Fault,
     hang_up,
+    held,
     slow,
     status,
     text,
@@ -269,25 +270,28 @@ def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_slow_server_costs_its_deadline_once(directory, server):
     engine = make(full_model(directory), server)
     engine._timeout_s = 0.6  # of turns: the start may take longer on a busy machine
-    server.faults[GENERATE] = [slow(20.0)] * 4
+    server.faults[GENERATE] = [slow(100.0)] * 4
     begin = time.monotonic()
     turns = engine.generate([request(f"r{i}") for i in range(4)])
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert all(isinstance(turn, SampleFailure) for turn in turns)
     assert "timeout_s=0.6" in turns[0].error  # type: ignore[union-attr]
 
 
 def test_a_slow_turn_holds_up_no_other_rollout(directory, server):
-    """Of r0 and r1 one is held for a while; meanwhile the other plays two more turns."""
+    """Of r0 and r1 one is held until then; meanwhile the other plays two more turns."""
     engine = make(full_model(directory), server)
     expected = engine.generate([request(f"r{i}") for i in range(2)])
-    server.faults[GENERATE] = [slow(1.5)]
+    others_ended = threading.Event()
+    server.faults[GENERATE] = [held(others_ended)]
     ended: list[tuple[int, Any]] = []
     threads = set()
 
     def feed(done):
         threads.add(threading.get_ident())
         ended.extend(done)
+        if len(ended) == 3:
+            others_ended.set()
         quick = [number for number, _ in done if number < 2 and len(ended) == 1]
         if quick:
             return [request(f"r{quick[0]}", length=9)]
@@ -305,8 +309,8 @@ def test_a_slow_turn_holds_up_no_other_rollout(directory, server):
 
 
 def test_what_feed_gives_is_checked_and_its_errors_end_the_call(directory, server):
-    engine = make(full_model(directory), server)
-    server.faults[GENERATE] = [slow(20.0)]  # the other is back at once
+    engine = make(full_model(directory), server, timeout_s=200.0)
+    server.faults[GENERATE] = [slow(100.0)]  # the other is back at once
     begin = time.monotonic()
     both = [request("r0"), request("r1")]
     with pytest.raises(ValueError, match=r"rollout r[01]: two requests at once"):
@@ -315,10 +319,10 @@ def test_what_feed_gives_is_checked_and_its_errors_end_the_call(directory, serve
     def broken(done):
         raise KeyError("no such worker")
 
-    server.faults[GENERATE] = [slow(20.0)]
+    server.faults[GENERATE] = [slow(100.0)]
     with pytest.raises(KeyError, match="no such worker"):
         engine.generate(both, feed=broken)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     sampled(engine.generate([request("r0")])[0])
 
 
@@ -387,15 +391,15 @@ def usual_sigint() -> Iterator[None]:
 
 @pytest.mark.usefixtures("usual_sigint")
 def test_ctrl_c_ends_what_is_under_way(directory, server):
-    engine = make(full_model(directory), server, timeout_s=60.0)
-    server.faults[GENERATE] = [slow(20.0)]
+    engine = make(full_model(directory), server, timeout_s=200.0)
+    server.faults[GENERATE] = [slow(100.0)]
     ident = threading.main_thread().ident
     timer = threading.Timer(0.5, lambda: signal.pthread_kill(ident, signal.SIGINT))
     begin = time.monotonic()
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         engine.generate([request()])
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     (turn,) = engine.generate([request()])
     assert isinstance(turn, SampleResult), "and leaves an engine that works"
 

@@ -56,6 +56,14 @@ def slow(seconds: float) -> Fault:
     return wait
 
 
+def held(event: threading.Event) -> Fault:
+    def wait(handler: Handler) -> bool:
+        assert event.wait(30.0)
+        return False
+
+    return wait
+
+
 class FakeVLLM(ThreadingHTTPServer):
     """One server.
 

@@ -39,11 +39,15 @@ CALL = '<tool_call>\n{"name": "get_order", "arguments": {"order_id": "#W1"}}\n</
 class FakeEnv:
     """The task id says what happens: ``kind:turn``, at which delivered turn, e.g. ``hang:2``.
 
-    Kinds: user_stop, max_steps, too_many_errors, no_reward, raise, user, timeout, hang, die.
+    Kinds: user_stop, max_steps, too_many_errors, no_reward, raise, user, timeout, hang, die, and
+    wait, which is user_stop as soon as the file ``gate`` is there.
     A call is answered by a tool message, text by a user message.
     """
 
-    def __init__(self, *, tool_text: str = "pending", max_delay_s: float = 0.0) -> None:
+    def __init__(
+        self, *, tool_text: str = "pending", max_delay_s: float = 0.0, gate: Path | None = None
+    ) -> None:
+        self.gate = gate
         self.tool_text = tool_text
         self.delays = random.Random(time.time_ns() ^ os.getpid())
         self.max_delay_s = max_delay_s
@@ -95,11 +99,15 @@ class FakeEnv:
             time.sleep(1000)
         if self.kind == "die":
             os._exit(3)
+        if self.kind == "wait":
+            assert self.gate is not None
+            while not self.gate.exists():
+                time.sleep(0.005)
         truncated = self.kind in ("max_steps", "too_many_errors")
         return "", 0.0, not truncated, truncated, self._end()
 
     def _end(self) -> dict[str, Any]:
-        reason = "user_stop" if self.kind in ("over", "no_reward") else self.kind
+        reason = "user_stop" if self.kind in ("over", "no_reward", "wait") else self.kind
         done = Reward(value=1.0 if reason == "user_stop" else 0.0, breakdown={"official": 1.0})
         trajectory = Trajectory(
             task=Task(id="1", domain="fake", split="train"),
@@ -234,6 +242,14 @@ def look_inside(env: FakeEnv, renderer: HermesRenderer, item: Any) -> Any:
     if isinstance(item, float):
         time.sleep(item)
     return item, type(env).__name__, type(renderer).__name__
+
+
+def serve_late(*args: Any) -> None:
+    """A worker's ``serve`` that is slow to get ready."""
+    from components.rollout.worker import serve  # not while a forkserver preloads this module
+
+    time.sleep(2.0)
+    serve(*args)
 
 
 _KEPT: list[bytes] = []

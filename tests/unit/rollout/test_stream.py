@@ -14,12 +14,20 @@ import pytest
 
 from components.policy.engine import Feed, in_rounds
 from components.policy.local import LocalEngine
+from components.rollout import worker
 from components.rollout.recorder import Recorder
 from components.rollout.slot import Slot
 from components.rollout.types import Rollout, SampleRequest, SampleResult
 from components.rollout.workers import WorkerPool
 from tests.unit.policy import tiny
-from tests.unit.rollout.fakes import FakeEngine, make_env, make_renderer, spec
+from tests.unit.rollout.fakes import (
+    FakeEngine,
+    look_inside,
+    make_env,
+    make_renderer,
+    serve_late,
+    spec,
+)
 from tests.unit.rollout.test_workers import LIMITS, make_pool, pids, without_times
 
 
@@ -184,29 +192,42 @@ def test_a_worker_killed_in_the_middle_of_a_turn_loses_its_rollout_alone():
     assert engine.num_steps == 11
 
 
-def test_without_a_clock_a_slow_environment_holds_up_nobody():
-    """r0's environment hangs after its first turn; r1 plays on meanwhile, and ends first."""
-    orders = [spec("hang:1", rollout_id="r0"), spec("user_stop:3", rollout_id="r1")]
-    lengths = {"r0": (1,), "r1": (20, 20, 20)}
-    engine = PollEngine(lengths, after_step=lambda step: time.sleep(0.001))
-    done: list[str] = []
-    with make_pool(env_timeout_s=5.0) as pool:
-        begin = time.monotonic()
-        rollouts = pool.run(orders, engine, on_done=lambda r: done.append(r.spec.rollout_id))
-        assert time.monotonic() - begin < 20
+@pytest.mark.parametrize("other", ["starts", "ready", "dead"])
+def test_without_a_clock_a_slow_environment_holds_up_nobody(tmp_path, other):
+    """r0's environment answers its first turn when r1 has ended, whose worker may have to start."""
+    orders = [spec("wait:1", rollout_id="r0"), spec("user_stop:3", rollout_id="r1")]
+    engine, done, gate = PollEngine({"r0": (1,), "r1": (20, 20, 20)}), [], tmp_path / "gate"
+
+    def end(rollout: Rollout) -> None:
+        done.append(rollout.spec.rollout_id)
+        gate.touch()
+
+    with make_pool(make_env=make_env(gate=gate), num_workers=2) as pool:
+        if other == "starts":  # long after r0 waits
+            pool._slots[1].kill()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(worker, "serve", serve_late)
+                pool._slots[1].start()
+        else:
+            pool.run_local(look_inside, ["pid"] * 2)
+        if other == "dead":
+            os.kill(pids(pool)[1], signal.SIGKILL)
+            pool._slots[1]._process.join()
+        rollouts = pool.run(orders, engine, on_done=end)
     assert done == ["r1", "r0"]
-    assert [r.status for r in rollouts] == ["error_deadline", "completed"]
+    assert [r.status for r in rollouts] == ["completed", "completed"]
 
 
 def test_a_late_reply_is_noticed_before_it_is_due():
-    """r0's environment hangs; its answer is due after 61 steps of 0.05 s, but has 1 s."""
+    """r0's environment hangs; its answer is due after 61 steps, and its time is over after five."""
     orders = [spec("hang:1", rollout_id="r0"), spec("user_stop:1", rollout_id="r1")]
     gone: list[int] = []
-    with make_pool(env_timeout_s=1.0, reply_delay=60) as pool:
+    with make_pool(reply_delay=60) as pool:
         first: list[int] = []
 
         def watch(step: int) -> None:
-            time.sleep(0.05)
+            if step == 5:
+                pool._slots[0]._deadline = 0.0
             first.append(pids(pool)[0])
             if first[-1] != first[0]:
                 gone.append(step)
@@ -214,8 +235,7 @@ def test_a_late_reply_is_noticed_before_it_is_due():
         engine = StepEngine({"r0": (1,), "r1": (80,)}, after_step=watch)
         rollouts = pool.run(orders, engine)
     assert [r.status for r in rollouts] == ["error_deadline", "completed"]
-    assert gone
-    assert gone[0] < 50  # its successor was started then, long before it was due
+    assert gone[0] == 6  # its successor was started then, long before it was due
 
 
 @pytest.mark.parametrize("kind", [StepEngine, PollEngine])

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="co
 
 # This seed draws every fault; half of the episodes stay sound.
 SMALL = Settings(
-    episodes=24, rate=0.5, seed=2046, num_workers=4, tool_timeout_s=0.5, env_timeout_s=1.5
+    episodes=24, rate=0.5, seed=2046, num_workers=4, tool_timeout_s=0.5, env_timeout_s=4.0
 )
 
 
@@ -52,7 +52,7 @@ def test_every_fault_ends_its_own_episode_only():
     for name in ("leak", "break_env", "sys_exit", "os_exit", "killed", "abandon"):
         assert faults[name] == {"error_infra": drawn[name]}
     assert report["before"] == report["after"]
-    assert 1.5 <= report["hung"]["with_s"] < report["hung"]["without_s"] + 4.0
+    assert 4.0 <= report["hung"]["with_s"] < report["hung"]["without_s"] + 12.0
 
 
 class TestMemory:
