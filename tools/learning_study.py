@@ -28,7 +28,6 @@ import argparse
 import hashlib
 import json
 import signal
-import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -292,9 +291,11 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
     recipe, config, settings = ARMS[arm]
     output_dir, limit_s = study.runs / f"{arm}_{seed}", 60 * study.minutes
     if recipe == "sft_agentic":
-        # The learning rate falls over the steps there is time for. The warm start took some of its
-        # steps beside other work, so their median; the time limit holds in any case.
-        steps = max(1, int(limit_s / statistics.median(warm["train"]["step_s"])))
+        # The learning rate falls over the steps there is time for. The warm start may have taken many
+        # of its steps beside other work, so the lower quartile; the time limit holds in any case.
+        seconds = sorted(warm["train"]["step_s"])
+        quick = seconds[len(seconds) // 4]
+        steps = max(1, int(limit_s / quick))
         demonstrations = study.runs / "demonstrations"
         settings = {**settings, "num_steps": steps, "demonstrations__path": demonstrations}
     model = study.warm / f"step_{warm['step']}"
