@@ -291,8 +291,8 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
     recipe, config, settings = ARMS[arm]
     output_dir, limit_s = study.runs / f"{arm}_{seed}", 60 * study.minutes
     if recipe == "sft_agentic":
-        # The learning rate falls over the steps there is time for. The warm start may have taken many
-        # of its steps beside other work, so the lower quartile; the time limit holds in any case.
+        # The learning rate falls over the steps there is time for. Many of the warm start's may
+        # be of times beside other work, so the lower quartile; the time limit holds in any case.
         seconds = sorted(warm["train"]["step_s"])
         quick = seconds[len(seconds) // 4]
         steps = max(1, int(limit_s / quick))

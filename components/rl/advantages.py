@@ -3,7 +3,8 @@
 There is no value model: the other rollouts of the same task are the baseline (DeepSeekMath,
 https://arxiv.org/abs/2402.03300). Options by name: without division by the standard deviation
 (Dr. GRPO, https://arxiv.org/abs/2503.20783), with the leave-one-out mean as the baseline (RLOO,
-https://arxiv.org/abs/2402.14740), and without a baseline (REINFORCE, R. J. Williams, Machine
+https://arxiv.org/abs/2402.14740), with the rollouts of a group whose rewards differ most (PODS,
+https://arxiv.org/abs/2504.13818), and without a baseline (REINFORCE, R. J. Williams, Machine
 Learning 8 (1992) 229-256), to compare with.
 
 Suffixes: ``P`` tasks, ``G`` group.
@@ -12,6 +13,7 @@ Suffixes: ``P`` tasks, ``G`` group.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,7 +31,8 @@ class GroupAdvantages:
     """
 
     values: list[list[float | None]]
-    """[P][G] one per rollout; None where the rollout failed, 0 everywhere in a dropped group."""
+    """[P][G] one per rollout; None where the rollout failed or was left out (``num_trained``), 0
+    everywhere else in a dropped group."""
     kept: list[bool]
     """[P] False for a group without a signal: its rollouts are not trained."""
     num_too_small: int
@@ -47,6 +50,7 @@ def group_advantages(
     leave_one_out: bool = False,
     baseline: Literal["group", "none"] = "group",
     eps: float = 1e-6,
+    num_trained: int | None = None,
     shaping: Sequence[Sequence[float]] | None = None,
 ) -> GroupAdvantages:
     """Advantages ``(R - mean) / (std + eps)`` over the valid rollouts of each task.
@@ -64,14 +68,16 @@ def group_advantages(
         baseline: ``none``: the advantage is the reward itself. A group whose rewards are all equal
             is then trained unless they are 0, and so is a group of one.
         eps: added to the standard deviation.
+        num_trained: of a kept group with more valid rollouts only so many are trained, those whose
+            rewards have the largest variance. Mean and standard deviation are then theirs.
         shaping: [P][G] additive terms (length, format, time), added to the rewards of kept groups.
 
     Returns:
         Advantages in the shape of ``rewards``, the kept groups and how many were dropped, and why.
 
     Raises:
-        ValueError: a reward or shaping term that is not finite, a shape that differs, eps < 0, an
-            unknown baseline, or options of the group's baseline without it.
+        ValueError: a reward or shaping term that is not finite, a shape that differs, eps < 0,
+            num_trained < 2, an unknown baseline, or options of the group's baseline without it.
     """
     if baseline not in ("group", "none"):
         raise ValueError(f"baseline: {baseline!r} is neither 'group' nor 'none'")
@@ -82,6 +88,8 @@ def group_advantages(
         )
     if not (math.isfinite(eps) and eps >= 0.0):
         raise ValueError(f"eps = {eps}: must be a finite number >= 0")
+    if num_trained is not None and num_trained < 2:
+        raise ValueError(f"num_trained = {num_trained}: must be at least 2, or None for all")
     _check_numbers(rewards, name="rewards")
     if shaping is not None:
         _check_numbers(shaping, name="shaping")
@@ -102,6 +110,9 @@ def group_advantages(
         num_too_small += too_small
         num_no_variance += no_variance
         kept.append(not (too_small or no_variance))
+        if kept[-1] and num_trained is not None:
+            chosen = _most_varied(present, num_trained)
+            valid, present = [valid[i] for i in chosen], [present[i] for i in chosen]
         advantages = [0.0] * len(present)
         if kept[-1]:
             if shaping is not None:
@@ -118,6 +129,19 @@ def group_advantages(
     return GroupAdvantages(
         values=values, kept=kept, num_too_small=num_too_small, num_no_variance=num_no_variance
     )
+
+
+def _most_varied(values: list[float], size: int) -> list[int]:
+    """Indices of the ``size`` values whose variance is largest, ascending; all if there are fewer.
+
+    These are always some of the least and some of the greatest. Of equal values the first count as
+    less, and among equal variances the one with fewest of the greatest wins.
+    """
+    if len(values) <= size:
+        return list(range(len(values)))
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    choices = [order[: size - top] + order[len(order) - top :] for top in range(size + 1)]
+    return sorted(max(choices, key=lambda c: statistics.pvariance([values[i] for i in c])))
 
 
 def _spread(values: list[float]) -> float:

@@ -25,6 +25,7 @@ def trained_items(
     eps: float,
     leave_one_out: bool = False,
     baseline: Literal["group", "none"] = "group",
+    num_trained: int | None = None,
     mask_overlong: bool = False,
 ) -> tuple[list[PackItem], GroupAdvantages]:
     """Advantages within each group, and the rollouts of the groups that carry a signal.
@@ -35,6 +36,7 @@ def trained_items(
         eps: likewise.
         leave_one_out: likewise.
         baseline: likewise.
+        num_trained: likewise.
         mask_overlong: leave rollouts that the context or token budget cut (truncated_tokens) out of
             the loss, though not out of their group's mean and standard deviation. A cut rollout
             says little of how good its tokens are (overlong filtering, DAPO,
@@ -50,6 +52,7 @@ def trained_items(
         eps=eps,
         leave_one_out=leave_one_out,
         baseline=baseline,
+        num_trained=num_trained,
     )
     items = [
         PackItem(tokens=rollout.tokens, advantage=advantage, key=rollout.spec.rollout_id)

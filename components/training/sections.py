@@ -68,6 +68,7 @@ UPDATE = {
         "leave_one_out": Bool(default=False),
         "baseline": OneOf("group", "none", default="group"),
         "eps": Float(min=0, default=1e-6),
+        "num_trained": Int(min=2, default=None),
     },
     "mask_overlong": Bool(default=False),
     "loss": Component(),

@@ -18,6 +18,7 @@ OPTIONS = {
     "tasks_per_step": 2,
     "dynamic_sampling__max_refills": 2,
     "advantages__leave_one_out": "true",
+    "advantages__num_trained": 2,  # all
     "mask_overlong": "true",
     "loss": "components.rl.losses.GSPOLoss",
     "loss__eps_low": 3e-4,

@@ -94,7 +94,7 @@ def add_advantages(entries: Iterable[Entry], config: Mapping[str, Any]) -> None:
         ValueError: ``advantages`` has a setting that ``group_advantages`` does not know.
     """
     settings = dict(config.get("advantages") or {})
-    unknown = set(settings) - {"normalize_std", "eps", "leave_one_out", "baseline"}
+    unknown = set(settings) - {"normalize_std", "eps", "leave_one_out", "baseline", "num_trained"}
     if unknown:
         raise ValueError(f"config.yaml: advantages.{sorted(unknown)[0]} is not known here")
     groups: dict[tuple[int, str, int], list[Entry]] = {}
@@ -106,11 +106,13 @@ def add_advantages(entries: Iterable[Entry], config: Mapping[str, Any]) -> None:
     rewards = [[entry.line["reward"] for entry in group] for group in groups.values()]
     found = group_advantages(rewards, **settings)
     for group, values, kept in zip(groups.values(), found.values, found.kept, strict=True):
-        valid = sum(value is not None for value in values)
+        valid = sum(entry.line["reward"] is not None for entry in group)
         for entry, value in zip(group, values, strict=True):
             entry.advantage = value
-            if value is None:
+            if entry.line["reward"] is None:
                 entry.why = "failed: it left its group"
+            elif value is None:
+                entry.why = "advantages.num_trained left it out"
             elif not kept:
                 entry.why = "no rollout to compare with" if valid < 2 else "all rewards alike"
             elif config.get("mask_overlong") and entry.line["status"] == "truncated_tokens":

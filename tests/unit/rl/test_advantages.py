@@ -1,8 +1,16 @@
 import math
+from itertools import combinations
+from statistics import pvariance
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from components.rl.advantages import group_advantages
+
+
+def _close(values):
+    return [pytest.approx(value) for value in values]
 
 
 def _rounded(values):
@@ -59,6 +67,47 @@ def test_options_of_the_baseline_need_it(options):
         group_advantages([[1, 0]], baseline="none", **options)
     with pytest.raises(ValueError, match="'mean' is neither 'group' nor 'none'"):
         group_advantages([[1, 0]], baseline="mean")
+
+
+def test_the_rollouts_whose_rewards_differ_most_are_trained():
+    # Two of each: the first two of the five failures. The mean is theirs, not 3 / 8.
+    rewards = [[0, 1, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1], [1, None, 0]]
+    result = group_advantages(rewards, num_trained=4, eps=0.0)
+    assert result.values == [
+        [-1.0, None, -1.0, None, 1.0, 1.0, None, None],
+        _close([-(3**-0.5)] * 3 + [3**0.5]),
+        [0.0] * 4,
+        [1.0, None, -1.0],
+    ]
+    assert result.kept == [True, True, False, True]
+    # A signal that all have is none, however few of them are looked at.
+    assert result.num_no_variance == 1
+
+
+def test_of_graded_rewards_too():
+    # 0 and 1 with .1, or with .8? The variance is larger with .1.
+    result = group_advantages([[0.5, 1.0, 0.1, 0.8, 0.0]], num_trained=3, normalize_std=False)
+    [row] = result.values
+    assert [value is None for value in row] == [True, False, False, True, False]
+    assert sum(value for value in row if value is not None) == pytest.approx(0.0)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.3, 1.0, None]), max_size=9), st.integers(2, 5))
+def test_no_other_choice_has_more_variance(group, num_trained):
+    result = group_advantages([group], num_trained=num_trained, normalize_std=False)
+    present = [reward for reward in group if reward is not None]
+    chosen = [r for r, v in zip(group, result.values[0], strict=True) if v is not None]
+    assert result.kept == group_advantages([group]).kept
+    if result.kept == [True]:
+        best = max(map(pvariance, combinations(present, min(num_trained, len(present)))))
+        assert pvariance(chosen) == pytest.approx(best)
+    else:
+        assert chosen == present
+
+
+def test_fewer_than_two_are_refused():
+    with pytest.raises(ValueError, match="num_trained = 1: must be at least 2"):
+        group_advantages([[1, 0]], num_trained=1)
 
 
 def test_leave_one_out_leaves_failures_out():

@@ -79,14 +79,19 @@ def test_the_runs_own_settings_are_used(tmp_path):
     assert [bool(e.why) for e in entries] == [False, False, True]
 
 
-def test_they_are_what_the_trainer_trains(tmp_path):
+@pytest.mark.parametrize("num_trained", [None, 2])
+def test_they_are_what_the_trainer_trains(tmp_path, num_trained):
     rollouts = [
         *group([1.0, 0.0, None, 0.2]),
         *group([0.0, 0.0], number=1),
         *group([1.0], number=2),
     ]
-    entries = load(write_run(tmp_path, rollouts), pieces=False)
-    items, _ = trained_items([r for _, r in rollouts], normalize_std=True, eps=1e-6)
+    config = "seed: 1" if num_trained is None else f"advantages: {{num_trained: {num_trained}}}\n"
+    entries = load(write_run(tmp_path, rollouts, config=config), pieces=False)
+    items, _ = trained_items(
+        [r for _, r in rollouts], normalize_std=True, eps=1e-6, num_trained=num_trained
+    )
+    assert [e.number for e in entries if "num_trained" in e.why] == ([4] if num_trained else [])
     assert {i.key: i.advantage for i in items} == {e.id: e.advantage for e in entries if not e.why}
     assert entries[2].why.startswith("failed")
     assert entries[-1].why == "no rollout to compare with"

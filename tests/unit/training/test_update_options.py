@@ -35,6 +35,7 @@ def test_the_default_is_the_papers_loss():
         "leave_one_out": False,
         "baseline": "group",
         "eps": 1e-6,
+        "num_trained": None,
     }
 
 
@@ -74,7 +75,7 @@ def test_the_settings_of_the_page_are_accepted(name):
 
 def test_all_losses_of_the_page_are_found():
     names = [name.partition(",")[0] for name in RECIPES]
-    assert names == ["DAPO", "Dr. GRPO", "RLOO", "REINFORCE", "GSPO", "CISPO", "IcePop"]
+    assert names == ["DAPO", "Dr. GRPO", "RLOO", "PODS", "REINFORCE", "GSPO", "CISPO", "IcePop"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ def test_all_losses_of_the_page_are_found():
             r"dynamic_sampling\.max_refills = 2: .*baseline = none trains on",
         ),
         (["advantages.baseline=mean"], r"advantages\.baseline = 'mean'.*group, none"),
+        (["advantages.num_trained=1"], r"advantages\.num_trained = 1: must be"),
         (["dynamic_sampling.max_refills=-1"], r"dynamic_sampling\.max_refills = -1"),
         (["importance_cap=2"], "importance_cap: unknown key"),
         # Fault 16: a cut distribution is renormalised, and its ratio would be wrong: no such key.
