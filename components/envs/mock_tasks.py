@@ -6,8 +6,9 @@ read. The callers, titles and databases are none of the official tasks'.
 
 Kinds: ``generated`` has requests that say all but who makes them. ``dialogue`` adds facts that the
 user says only when asked, requests that the policy forbids, callers whom nobody knows, and wishes
-to talk to a human. ``dialogue_held_out`` is the same for evaluation: it shares no name, title or
-description with ``dialogue``, and the domain's train split never has it.
+to talk to a human; ids are scattered there, so that none is right by luck. ``dialogue_held_out`` is
+the same for evaluation: it shares no name, title or description with ``dialogue``, and the domain's
+train split never has it.
 """
 
 from __future__ import annotations
@@ -89,12 +90,20 @@ class Kind:
     """Which names, verbs, things and descriptions it draws from."""
     held_out: bool
     """For evaluation: its tasks are of the test split."""
+    num_users: int = 2
+    """In the database, beside the official one."""
+    scattered: bool = False
+    """Ids are drawn from 20 to 99; else they go on from the official database's."""
 
 
 KINDS: Mapping[str, Kind] = {
     "generated": Kind(plans=_PLANS, words=slice(None), held_out=False),
-    "dialogue": Kind(plans=_DIALOGUES, words=slice(0, None, 2), held_out=False),
-    "dialogue_held_out": Kind(plans=_DIALOGUES, words=slice(1, None, 2), held_out=True),
+    "dialogue": Kind(
+        plans=_DIALOGUES, words=slice(0, None, 2), held_out=False, num_users=3, scattered=True
+    ),
+    "dialogue_held_out": Kind(
+        plans=_DIALOGUES, words=slice(1, None, 2), held_out=True, num_users=3, scattered=True
+    ),
 }
 _ID = re.compile(rf"({'|'.join(KINDS)})-(\d+)-(\d+)")
 
@@ -136,13 +145,19 @@ class _Draft:
         self.rng, self.kind = rng, kind
         verbs, things = _VERBS[kind.words], _THINGS[kind.words]
         self.descriptions = _DESCRIPTIONS[kind.words]
-        self.titles = rng.sample([f"{v} {t}" for v in verbs for t in things], 8)
-        # The official database has task_1 of user_1; ids go on from there.
+        self.titles = rng.sample([f"{v} {t}" for v in verbs for t in things], 4 * kind.num_users)
+        # The official database has task_1 of user_1. The tool numbers a new task by how many there
+        # are with it, always fewer than 20.
+        self.user_numbers, self.task_numbers = (
+            iter(rng.sample(range(20, 100), 12) if kind.scattered else range(2, 14))
+            for _ in range(2)
+        )
         self.users: dict[str, dict[str, Any]] = {}
         self.tasks: dict[str, dict[str, Any]] = {}
         firsts, lasts = _FIRST[kind.words], _LAST[kind.words]
-        for first, last in zip(rng.sample(firsts, 2), rng.sample(lasts, 2), strict=True):
-            user_id = f"user_{len(self.users) + 2}"
+        names = (rng.sample(each, kind.num_users) for each in (firsts, lasts))
+        for first, last in zip(*names, strict=True):
+            user_id = f"user_{next(self.user_numbers)}"
             self.users[user_id] = {"user_id": user_id, "name": f"{first} {last}", "tasks": []}
             for _ in range(rng.randint(2, 3)):
                 self._add_task(user_id)
@@ -156,7 +171,7 @@ class _Draft:
         self.actions: list[dict[str, Any]] = []
 
     def _add_task(self, user_id: str) -> None:
-        task_id = f"task_{len(self.tasks) + 2}"
+        task_id = f"task_{next(self.task_numbers)}"
         status = self.rng.choice(("pending", "completed"))
         title = self.titles.pop()
         self.tasks[task_id] = {"task_id": task_id, "title": title, "status": status}

@@ -66,6 +66,23 @@ def test_disjoint_from_the_official_tasks():
         generated_task("generated-x")
 
 
+@pytest.mark.parametrize("task_ids", [DIALOGUES, HELD_OUT])
+def test_ids_of_dialogues_are_not_to_be_guessed(task_ids):
+    """Three callers and their tasks, numbered at random, and apart from what the tool numbers."""
+    seen = {"users": set(), "tasks": set()}
+    for task_id in task_ids:
+        data = generated_task(task_id).initial_state.initialization_data.agent_data
+        assert len(data["users"]) == 3
+        for what, ids in seen.items():
+            numbers = [int(key.split("_")[1]) for key in data[what]]
+            assert all(20 <= number < 100 for number in numbers)
+            ids |= set(numbers)
+        listed = [task for user in data["users"].values() for task in user["tasks"]]
+        assert listed == list(data["tasks"])
+        assert len(listed) < 20 - 3  # the official one and two new ones are fewer than 20
+    assert min(map(len, seen.values())) > 60
+
+
 def test_gold_replay_scores_one_and_less_does_not():
     for task_id in IDS:
         task = generated_task(task_id)
