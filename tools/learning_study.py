@@ -291,11 +291,10 @@ def train(study: Study, arm: str, seed: int, warm: Mapping[str, Any]) -> dict[st
     recipe, config, settings = ARMS[arm]
     output_dir, limit_s = study.runs / f"{arm}_{seed}", 60 * study.minutes
     if recipe == "sft_agentic":
-        # The learning rate falls over the steps there is time for. Many of the warm start's may
-        # be of times beside other work, so the lower quartile; the time limit holds in any case.
-        seconds = sorted(warm["train"]["step_s"])
-        quick = seconds[len(seconds) // 4]
-        steps = max(1, int(limit_s / quick))
+        # The learning rate falls over the steps there is time for, by the lower quartile of the
+        # warm start's: many may have run beside other work. The time limit holds in any case.
+        step_s = sorted(warm["train"]["step_s"])
+        steps = max(1, int(limit_s / step_s[len(step_s) // 4]))
         demonstrations = study.runs / "demonstrations"
         settings = {**settings, "num_steps": steps, "demonstrations__path": demonstrations}
     model = study.warm / f"step_{warm['step']}"

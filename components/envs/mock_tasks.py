@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from components.envs.users_mock import make_mock_user
@@ -96,14 +97,13 @@ class Kind:
     """Ids are drawn from 20 to 99; else they go on from the official database's."""
 
 
+_DIALOGUE = Kind(
+    plans=_DIALOGUES, words=slice(0, None, 2), held_out=False, num_users=3, scattered=True
+)
 KINDS: Mapping[str, Kind] = {
     "generated": Kind(plans=_PLANS, words=slice(None), held_out=False),
-    "dialogue": Kind(
-        plans=_DIALOGUES, words=slice(0, None, 2), held_out=False, num_users=3, scattered=True
-    ),
-    "dialogue_held_out": Kind(
-        plans=_DIALOGUES, words=slice(1, None, 2), held_out=True, num_users=3, scattered=True
-    ),
+    "dialogue": _DIALOGUE,
+    "dialogue_held_out": replace(_DIALOGUE, words=slice(1, None, 2), held_out=True),
 }
 _ID = re.compile(rf"({'|'.join(KINDS)})-(\d+)-(\d+)")
 
@@ -146,18 +146,15 @@ class _Draft:
         verbs, things = _VERBS[kind.words], _THINGS[kind.words]
         self.descriptions = _DESCRIPTIONS[kind.words]
         self.titles = rng.sample([f"{v} {t}" for v in verbs for t in things], 4 * kind.num_users)
-        # The official database has task_1 of user_1. The tool numbers a new task by how many there
-        # are with it, always fewer than 20.
-        self.user_numbers, self.task_numbers = (
-            iter(rng.sample(range(20, 100), 12) if kind.scattered else range(2, 14))
-            for _ in range(2)
-        )
+        user_numbers, self.task_numbers = self._numbers(), self._numbers()
         self.users: dict[str, dict[str, Any]] = {}
         self.tasks: dict[str, dict[str, Any]] = {}
         firsts, lasts = _FIRST[kind.words], _LAST[kind.words]
-        names = (rng.sample(each, kind.num_users) for each in (firsts, lasts))
-        for first, last in zip(*names, strict=True):
-            user_id = f"user_{next(self.user_numbers)}"
+        names = zip(
+            rng.sample(firsts, kind.num_users), rng.sample(lasts, kind.num_users), strict=True
+        )
+        for first, last in names:
+            user_id = f"user_{next(user_numbers)}"
             self.users[user_id] = {"user_id": user_id, "name": f"{first} {last}", "tasks": []}
             for _ in range(rng.randint(2, 3)):
                 self._add_task(user_id)
@@ -169,6 +166,14 @@ class _Draft:
         self.looked_up = False
         self.sentences: list[str] = []
         self.actions: list[dict[str, Any]] = []
+
+    def _numbers(self) -> Iterator[int]:
+        """What ids are numbered with.
+
+        The official database has task_1 of user_1. The tool numbers a new task by how many there
+        are with it, always fewer than 20.
+        """
+        return iter(self.rng.sample(range(20, 100), 12)) if self.kind.scattered else count(2)
 
     def _add_task(self, user_id: str) -> None:
         task_id = f"task_{next(self.task_numbers)}"

@@ -79,17 +79,13 @@ def group_advantages(
         ValueError: a reward or shaping term that is not finite, a shape that differs, eps < 0,
             num_trained < 2, an unknown baseline, or options of the group's baseline without it.
     """
-    if baseline not in ("group", "none"):
-        raise ValueError(f"baseline: {baseline!r} is neither 'group' nor 'none'")
-    if baseline == "none" and (normalize_std or leave_one_out):
-        raise ValueError(
-            f"normalize_std = {normalize_std}, leave_one_out = {leave_one_out}: with baseline "
-            "'none' there is no group to normalise with; both must be False"
-        )
-    if not (math.isfinite(eps) and eps >= 0.0):
-        raise ValueError(f"eps = {eps}: must be a finite number >= 0")
-    if num_trained is not None and num_trained < 2:
-        raise ValueError(f"num_trained = {num_trained}: must be at least 2, or None for all")
+    _check_options(
+        baseline=baseline,
+        normalize_std=normalize_std,
+        leave_one_out=leave_one_out,
+        eps=eps,
+        num_trained=num_trained,
+    )
     _check_numbers(rewards, name="rewards")
     if shaping is not None:
         _check_numbers(shaping, name="shaping")
@@ -164,6 +160,22 @@ def _normalise(
     if std <= _SAME_REWARD:  # shaping cancelled the variance of the rewards
         return [0.0] * size
     return [value / (std + eps) for value in centred]
+
+
+def _check_options(
+    *, baseline: str, normalize_std: bool, leave_one_out: bool, eps: float, num_trained: int | None
+) -> None:
+    if baseline not in ("group", "none"):
+        raise ValueError(f"baseline: {baseline!r} is neither 'group' nor 'none'")
+    if baseline == "none" and (normalize_std or leave_one_out):
+        raise ValueError(
+            f"normalize_std = {normalize_std}, leave_one_out = {leave_one_out}: with baseline "
+            "'none' there is no group to normalise with; both must be False"
+        )
+    if not (math.isfinite(eps) and eps >= 0.0):
+        raise ValueError(f"eps = {eps}: must be a finite number >= 0")
+    if num_trained is not None and num_trained < 2:
+        raise ValueError(f"num_trained = {num_trained}: must be at least 2, or None for all")
 
 
 def _check_numbers(groups: Sequence[Sequence[float | None]], *, name: str) -> None:

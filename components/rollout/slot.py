@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, Literal
 
 from components.rollout.lifeline import end_group
-from components.rollout.worker import MEMORY_EXIT, start
+from components.rollout.worker import MEMORY_EXIT, start_process
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Slot:
 
     def start(self) -> None:
         """Start the process; it gets ready while the caller goes on."""
-        self._process, self._connection = start(self._context, self._pickled, self._preload)
+        self._process, self._connection = start_process(self._context, self._pickled, self._preload)
         self._ready = False
 
     def send(self, order: tuple[Any, ...], *, timeout_s: float) -> None:
@@ -150,9 +150,8 @@ class Slot:
         return self._process is not None and self._process.is_alive()
 
     def _make_ready(self) -> None:
-        if self._process is not None and not self._process.is_alive():
+        if not self._is_alive():
             self.kill()
-        if self._process is None:
             self.start()
         if self._ready:
             return

@@ -43,7 +43,7 @@ NEARLY_ALL = 0.9
 """Share of its memory past which a worker ends itself; what is left is for closing episodes."""
 
 
-def start(
+def start_process(
     context: ForkServerContext, pickled: bytes, preload: tuple[str, ...]
 ) -> tuple[BaseProcess, Connection]:
     """Start a process that runs :func:`serve`.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
@@ -94,7 +95,8 @@ def add_advantages(entries: Iterable[Entry], config: Mapping[str, Any]) -> None:
         ValueError: ``advantages`` has a setting that ``group_advantages`` does not know.
     """
     settings = dict(config.get("advantages") or {})
-    unknown = set(settings) - {"normalize_std", "eps", "leave_one_out", "baseline", "num_trained"}
+    known = set(signature(group_advantages).parameters) - {"rewards", "shaping"}
+    unknown = set(settings) - known
     if unknown:
         raise ValueError(f"config.yaml: advantages.{sorted(unknown)[0]} is not known here")
     groups: dict[tuple[int, str, int], list[Entry]] = {}

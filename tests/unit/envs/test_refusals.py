@@ -31,9 +31,9 @@ def test_expressions_for_the_tool(expression):
     ["9**9**8", "9**(9*9)", "10**65", "(2**64)**64", "9999999**9", "-9**9**9", "1*" * 201 + "1"],
 )
 def test_expressions_that_are_refused(expression):
-    start = time.perf_counter()
+    start = time.process_time()
     assert expression_refusal(expression)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 0.5
 
 
 def test_time_limit_cuts_and_restores():

@@ -147,9 +147,9 @@ def test_refused_turns_leave_no_trace(action):
     env = mock_env("Hi.", "Bye. ###STOP###")
     env.reset(options={"task_id": "create_task_1"})
     before = env.database_hashes()
-    start = time.perf_counter()
+    start = time.process_time()
     observation, reward, terminated, truncated, info = env.step(action)
-    assert time.perf_counter() - start < 10  # the power alone would take longer
+    assert time.process_time() - start < 1.0
     assert info["refused"]
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert all(m.role == "tool" and m.error for m in info["messages"])

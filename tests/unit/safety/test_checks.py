@@ -391,7 +391,7 @@ def test_long_words_take_no_time():
     long = talk(LOGIN, you("a" * 16_000), you("1 " + "b " * 8_000), you("$1" * 8_000))
     started = time.process_time()
     run_checks(long)
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 1.0
 
 
 def test_own_tools_depend_on_the_domain():
