@@ -33,6 +33,7 @@ from components.safety.table import print_reports
 from components.training import parallelize, run_dir
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.parallelize import World
+from components.training.precision import settle_dtype
 from components.training.schema import Bool, Component, Float, Int, OneOf, Str
 from components.training.sections import ROLLOUT, at_most, same_tasks
 from components.training.stop import StopRequested, StopSignal
@@ -42,7 +43,7 @@ SCHEMA = {
     "resume": Bool(default=False),
     "seed": Int(min=0),
     "device": OneOf("auto", "cpu", "cuda", default="auto"),
-    "dtype": OneOf("bf16", "fp32"),
+    "dtype": OneOf("auto", "bf16", "fp32"),
     "model_dir": Str(),
     "model": Component(positional=1, provided=("dtype",)),
     "renderer": Component(provided=("tokenizer_dir",)),
@@ -67,6 +68,7 @@ class EvalAgentic:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
+        self.dtype = settle_dtype(cfg)
         self.world = World.alone()
         self.stop = StopSignal()
         self.pool: WorkerPool | None = None
@@ -90,8 +92,7 @@ class EvalAgentic:
             make_renderer=as_partial(cfg.renderer, tokenizer_dir=str(source_dir)),
             **as_dict(cfg.rollout),
         )
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
-        model = instantiate(cfg.model, source_dir, dtype=dtype).to(self.world.device)
+        model = instantiate(cfg.model, source_dir, dtype=self.dtype).to(self.world.device)
         self.engine = instantiate(
             cfg.engine,
             model.requires_grad_(False),

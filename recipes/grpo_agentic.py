@@ -46,7 +46,7 @@ from components.training.model_metrics import model_metrics
 from components.training.parallelize import World
 from components.training.plot import plot_run
 from components.training.policy_update import PolicyUpdate, update_settings_from
-from components.training.precision import MasterWeights
+from components.training.precision import MasterWeights, settle_dtype
 from components.training.reference import reference_policy
 from components.training.rng import seed_everything
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
@@ -60,7 +60,7 @@ SCHEMA = {
     "resume": Bool(default=False),
     "seed": Int(min=0),
     "device": OneOf("auto", "cpu", "cuda", default="auto"),
-    "dtype": OneOf("bf16", "fp32"),
+    "dtype": OneOf("auto", "bf16", "fp32"),
     "num_steps": Int(min=0),
     "save_every": Int(min=1),
     "checkpoints": sections.CHECKPOINTS,
@@ -106,7 +106,7 @@ class GRPOAgentic:
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         self.world = World.alone()
-        self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
+        self.dtype = settle_dtype(cfg)
         self.stop = StopSignal()
         self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.pool: WorkerPool | None = None

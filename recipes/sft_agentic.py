@@ -17,7 +17,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from components.data.demonstration_file import made_with, read_demonstrations, split_by_task
@@ -35,7 +34,7 @@ from components.training import checkpoint, parallelize, run_dir, sections
 from components.training.config import as_dict, as_partial, config_errors, instantiate, parse
 from components.training.metrics import MetricsLog, Timer, peak_gib
 from components.training.parallelize import World
-from components.training.precision import MasterWeights
+from components.training.precision import MasterWeights, settle_dtype
 from components.training.rng import seed_everything
 from components.training.schema import Bool, Component, Float, Int, OneOf, Section, Str
 from components.training.stop import StopRequested, StopSignal
@@ -45,7 +44,7 @@ SCHEMA = {
     "output_dir": Str(),
     "resume": Bool(default=False),
     "device": OneOf("auto", "cpu", "cuda", default="auto"),
-    "dtype": OneOf("bf16", "fp32"),
+    "dtype": OneOf("auto", "bf16", "fp32"),
     "num_steps": Int(min=0),
     "save_every": Int(min=1),
     "checkpoints": sections.CHECKPOINTS,
@@ -82,7 +81,7 @@ class SFTAgentic:
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         self.world = World.alone()
-        self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
+        self.dtype = settle_dtype(cfg)
         self.stop = StopSignal()
         self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.pool: WorkerPool | None = None

@@ -32,7 +32,7 @@ from components.rollout.types import Author, Tokens
 from components.training import parallelize
 from components.training.parallelize import World
 from components.training.policy_update import PolicyUpdate, UpdateSettings
-from components.training.precision import MasterWeights
+from components.training.precision import DTYPES, MasterWeights
 from tools.bench_training_job import (
     EPS,
     LEARNING_RATE,
@@ -44,7 +44,6 @@ from tools.bench_training_job import (
     read_job,
 )
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LONGEST_ROW = 16384
 LOGPROB_CHUNK = 256
 WARM_UP_TOKENS = 8

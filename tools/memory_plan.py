@@ -37,7 +37,8 @@ from components.models.hf_config import read_raw
 from components.models.paths import model_dir
 from components.training.component import ConfigError, build
 from components.training.config import as_dict, load_config
-from tools.memory_probe import DTYPES, Setting, Update, head_chunk, measure, slice_directory
+from components.training.precision import settle_dtype
+from tools.memory_probe import Setting, Update, head_chunk, measure, slice_directory
 
 HELD = ("weights", "masters", "optimizer", "reference", "engine_copy", "kv_cache")
 TRAINED_SHARE = 4
@@ -48,13 +49,13 @@ SLICES = (2, 6)
 apart, they would carry less of a process's noise over to the whole, and take longer."""
 
 
-def setting_of(cfg: Mapping[str, Any]) -> Setting:
+def setting_of(cfg: Any) -> Setting:
     """What of a grpo_agentic config decides about memory."""
     plain = as_dict(cfg)
     tokens = plain["tokens_per_batch"]
     return Setting(
         model=plain["model"],
-        dtype=DTYPES[plain["dtype"]],
+        dtype=settle_dtype(cfg),
         optimizer=plain["optimizer"],
         beta=float(plain["loss"].get("beta", 0.0)),
         tokens=tokens,

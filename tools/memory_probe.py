@@ -33,7 +33,6 @@ from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from tools.bench_cases import peak_allocated
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

@@ -22,6 +22,7 @@ from torchtune.modules.peft import LoRALinear
 
 from components.attention.rope import RotaryEmbedding, rotate
 from components.attention.sink_attention import Attend, SinkAttention
+from components.cpu import multiplies_bf16
 from components.models.decoder import PolicyModel
 from components.models.layers import RMSNorm, is_swiglu, rms_norm
 from components.models.lora import AdapterLinear
@@ -41,7 +42,7 @@ def why_not(model: PolicyModel) -> str | None:
         return f"the weights are {weight.dtype}, oneDNN has layouts for float32 and bfloat16"
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.dtype == torch.bfloat16 and not multiplies_bf16():
         return "this CPU has no bfloat16 products in oneDNN (AVX-512 at least)"
     return None
 

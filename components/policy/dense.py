@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from components.cpu import multiplies_bf16
 from components.policy.shared import lowest
 
 SCORES = 1 << 21
@@ -33,7 +34,7 @@ def takes(q: Tensor, *, num_keys: int, sinks: Tensor | None) -> bool:
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or sinks is not None:
         return False
     fits = SCORES // (q.shape[1] * num_keys) >= LEAST_QUERIES
-    return fits and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return fits and multiplies_bf16()
 
 
 class DenseRows:

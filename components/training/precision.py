@@ -1,4 +1,4 @@
-"""fp32 master weights for a model that computes in bf16.
+"""What a model computes in, and fp32 master weights for one that computes in bf16.
 
 A bf16 weight has 8 bits of precision: an update of 1e-5 to a weight of 0.02 rounds away. The
 optimizer therefore works on fp32 copies, gradients are added up in fp32, and the model's own
@@ -8,10 +8,39 @@ shards and casts for compute) nothing is copied.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from components.cpu import multiplies_bf16
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def settle_dtype(cfg: Any) -> torch.dtype:
+    """What the model of a config computes in.
+
+    ``auto`` is bf16 on CUDA and on a CPU with matrix products in bf16, else fp32, and then a line
+    says so. It is replaced in the config: the run's directory tells what was computed, and a run
+    that is resumed on another machine names the change.
+
+    Args:
+        cfg: of a recipe, with ``dtype`` (``auto``, ``bf16``, ``fp32``) and ``device``.
+    """
+    on_cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
+    fast = on_cuda or multiplies_bf16()
+    chosen = cfg.dtype
+    if chosen == "auto":
+        cfg.dtype = "bf16" if fast else "fp32"
+    if chosen != "fp32" and not fast:
+        advice = "" if chosen == "auto" else "; fp32 or auto is many times faster"
+        logger.warning("dtype: %s: this CPU has no products in bf16%s", cfg.dtype, advice)
+    return DTYPES[cfg.dtype]
 
 
 class MasterWeights:

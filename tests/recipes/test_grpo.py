@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from components.cpu import multiplies_bf16
 from components.models.smollm2 import smollm2
 from components.rollout.recorder import read_rollouts
 from components.rollout.specs import trial_specs
@@ -151,8 +152,10 @@ def test_an_interrupted_evaluation_is_made_up_for(tune, straight, tmp_path):
 
 def test_no_steps_leave_the_model_that_a_run_starts_from(tune, tmp_path):
     output_dir = tmp_path / "run"
-    tune.train(output_dir, num_steps=0, eval="null")
+    tune.train(output_dir, num_steps=0, eval="null", dtype="auto")
     assert checkpoint.last_whole(output_dir) == output_dir / "step_0"
+    chosen = "bf16" if multiplies_bf16() else "fp32"
+    assert f"\ndtype: {chosen}\n" in (output_dir / "config.yaml").read_text()
 
 
 def test_a_resumed_run_says_what_was_changed(tune, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from components.cpu import multiplies_bf16
 from components.policy import dense
 from components.policy.dense import DenseRows, takes
 
@@ -51,8 +52,7 @@ def test_a_query_never_sees_what_comes_after_it(monkeypatch):
 
 def test_long_contexts_and_other_layers_are_left_to_the_flash_kernel():
     q = torch.zeros(1, 16, 3, 8, dtype=torch.bfloat16)
-    here = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert takes(q, num_keys=4096, sinks=None) is here
+    assert takes(q, num_keys=4096, sinks=None) is multiplies_bf16()
     assert not takes(q, num_keys=4097, sinks=None)  # 31 queries at a time would read all keys
     assert not takes(q, num_keys=10, sinks=torch.zeros(16))
     assert not takes(q.float(), num_keys=10, sinks=None)

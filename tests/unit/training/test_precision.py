@@ -1,10 +1,12 @@
-"""fp32 master weights of a bf16 model."""
+"""What a model computes in, and fp32 master weights of a bf16 model."""
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
-from components.training.precision import MasterWeights
+from components.training import precision
+from components.training.precision import MasterWeights, settle_dtype
 
 
 def model(dtype, *, seed=0):
@@ -73,3 +75,33 @@ def test_mixed_precision_of_bf16_weights_and_fp32_adapters():
     assert masters["2.weight"] is layer[2].weight
     assert masters["0.weight"] is not layer[0].weight
     assert torch.equal(masters["0.weight"], layer[0].weight.float())
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "cuda", "products", "settled", "said"),
+    [
+        ("auto", "cpu", False, True, "bf16", None),
+        ("auto", "cpu", False, False, "fp32", "dtype: fp32: this CPU has no products in bf16"),
+        ("auto", "cpu", True, False, "fp32", "dtype: fp32: this CPU has no products in bf16"),
+        ("auto", "auto", False, False, "fp32", "dtype: fp32: this CPU has no products in bf16"),
+        ("auto", "auto", True, False, "bf16", None),
+        ("auto", "cuda", True, False, "bf16", None),
+        ("bf16", "cpu", False, True, "bf16", None),
+        ("bf16", "auto", True, False, "bf16", None),
+        ("bf16", "cpu", False, False, "bf16", "fp32 or auto is many times faster"),
+        ("fp32", "cpu", False, True, "fp32", None),
+        ("fp32", "auto", True, True, "fp32", None),
+        ("fp32", "cpu", False, False, "fp32", None),
+    ],
+)
+def test_auto_is_bf16_where_there_are_products_in_bf16(
+    asked, device, cuda, products, settled, said, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(precision, "multiplies_bf16", lambda: products)
+    cfg = OmegaConf.create({"dtype": asked, "device": device})
+    assert settle_dtype(cfg) is {"bf16": torch.bfloat16, "fp32": torch.float32}[settled]
+    assert cfg.dtype == settled  # what config.yaml tells, and what a resumed run is compared with
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == (said is not None)
+    assert said is None or said in warnings[0]
