@@ -45,7 +45,7 @@ from components.training.metrics import MetricsLog, Timer, console_line, peak_gi
 from components.training.model_metrics import model_metrics
 from components.training.parallelize import World
 from components.training.plot import plot_run
-from components.training.policy_update import PolicyUpdate, update_settings_from
+from components.training.policy_update import PolicyUpdate
 from components.training.precision import MasterWeights, settle_dtype
 from components.training.reference import reference_policy
 from components.training.rng import seed_everything
@@ -155,7 +155,7 @@ class GRPOAgentic:
             self.optimizer,
             objective=self.objective,
             reference=self.reference,
-            settings=update_settings_from(as_dict(cfg)),
+            settings=update.update_settings_from(as_dict(cfg)),
             world=self.world,
             guards=self.guards,
         )

@@ -31,8 +31,9 @@ from components.rl.packing import PackedBatch, PackItem, pack
 from components.rollout.types import Author, Tokens
 from components.training import parallelize
 from components.training.parallelize import World
-from components.training.policy_update import PolicyUpdate, UpdateSettings
+from components.training.policy_update import PolicyUpdate
 from components.training.precision import DTYPES, MasterWeights
+from components.training.update import UpdateSettings
 from tools.bench_training_job import (
     EPS,
     LEARNING_RATE,

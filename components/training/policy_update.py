@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,44 +16,14 @@ from components.rl.forward import packed_logprobs
 from components.rl.importance import mismatch
 from components.rl.objective import Objective, count
 from components.rl.packing import PackedBatch
+from components.training.gradient_noise import GradientNoise
 from components.training.guards import Guards, GuardStop
 from components.training.parallelize import World, clip_grad_norm
 from components.training.precision import MasterWeights
 from components.training.reference import PastPolicies, ReferencePolicy
-from components.training.update import UpdateTotals, dump_rows
+from components.training.update import UpdateSettings, UpdateTotals, dump_rows
 
 Rows = Sequence[tuple[PackedBatch, MaskPlan]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSettings:
-    """Of ``PolicyUpdate``."""
-
-    temperature: float
-    """Of the sampling."""
-    logprob_chunk: int
-    """Trained tokens whose logits exist at a time."""
-    max_grad_norm: float
-    """Gradients are clipped to this global norm."""
-    updates_per_batch: int = 1
-    """Optimizer steps on the same rollouts. The ratio stays against the log-probabilities from
-    before the first, so from the second on the clip acts."""
-    max_staleness: int = 0
-    """Rows may come from weights that are so many steps older than those that train on them."""
-    offload: bool = False
-    """Keep the older weights in the host's memory."""
-
-
-def update_settings_from(options: Mapping[str, Any]) -> UpdateSettings:
-    """Those of a config with ``rollout``, ``logprob_chunk``, ``max_grad_norm``,
-    ``updates_per_batch`` and ``reference``."""
-    own = ("logprob_chunk", "max_grad_norm", "updates_per_batch")
-    return UpdateSettings(
-        temperature=options["rollout"]["temperature"],
-        max_staleness=options["rollout"]["max_staleness"],
-        offload=options["reference"]["offload"],
-        **{name: options[name] for name in own},
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,14 +138,17 @@ class PolicyUpdate:
                 row.reference = logprobs
         found: list[dict[str, float]] = []
         own: dict[str, float] = {}
+        noise = GradientNoise(self._masters.parameters(), self._world)
         for number in range(self._settings.updates_per_batch):
             totals = UpdateTotals(denominator=denominator)
             for row in state:
                 if number == 0:
                     check_stop()
                 self._backward(row, denominator, totals)
+                if number == 0 and self._settings.probe_noise:
+                    noise.add(len(row.batch.rollout_ids))
             if number == 0:
-                own = model_metrics()
+                own = model_metrics() | noise.metrics()
             try:
                 found.append(self._step(totals, rows=rows, dump=dump))
             except GuardStop as stop:

@@ -85,6 +85,7 @@ UPDATE = {
     },
     "entropy_bonus": Float(min=0, default=0.0),
     "updates_per_batch": Int(min=1, default=1),
+    "probe_noise": Bool(default=False),
 }
 """From the rollouts of a step to its gradient; see ``trained_items`` and ``Objective``."""
 

@@ -1,10 +1,12 @@
-"""Bookkeeping of one update: what its rows add up to, whether it is safe, and what it did."""
+"""What surrounds an update: settings, rows, what they add up to, and what the step did."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,39 @@ from components.rl.importance import Mismatch
 from components.rl.packing import PackedBatch, PackItem, empty_batch, pack, pack_stats
 from components.rl.totals import LossOutput
 from components.training.parallelize import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """Of ``PolicyUpdate``."""
+
+    temperature: float
+    """Of the sampling."""
+    logprob_chunk: int
+    """Trained tokens whose logits exist at a time."""
+    max_grad_norm: float
+    """Gradients are clipped to this global norm."""
+    updates_per_batch: int = 1
+    """Optimizer steps on the same rollouts. The ratio stays against the log-probabilities from
+    before the first, so from the second on the clip acts."""
+    max_staleness: int = 0
+    """Rows may come from weights that are so many steps older than those that train on them."""
+    offload: bool = False
+    """Keep the older weights in the host's memory."""
+    probe_noise: bool = False
+    """Measure how much of the first gradient is signal; see ``GradientNoise``."""
+
+
+def update_settings_from(options: Mapping[str, Any]) -> UpdateSettings:
+    """Those of a config with ``rollout``, ``logprob_chunk``, ``max_grad_norm``,
+    ``updates_per_batch``, ``probe_noise`` and ``reference``."""
+    own = ("logprob_chunk", "max_grad_norm", "updates_per_batch", "probe_noise")
+    return UpdateSettings(
+        temperature=options["rollout"]["temperature"],
+        max_staleness=options["rollout"]["max_staleness"],
+        offload=options["reference"]["offload"],
+        **{name: options[name] for name in own},
+    )
 
 
 def packed_rows(

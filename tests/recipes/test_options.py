@@ -29,6 +29,7 @@ OPTIONS = {
     "importance__mask_above": 2,
     "entropy_bonus": 0.001,
     "updates_per_batch": 2,
+    "probe_noise": "true",
 }
 
 
@@ -59,6 +60,7 @@ def test_the_second_update_is_clipped(straight):
         assert row["importance/masked_frac"] == 0  # one module samples and trains
         assert row["policy/clip_frac_low"] + row["policy/clip_frac_high"] > 0
         assert row["loss/total"] < row["loss/policy"] + 0.01 * row["loss/kl"]  # the bonus
+        assert ("grad/signal" in row) is (row["pack/num_batches"] > 1)  # pairs of rows are needed
 
 
 def test_a_resumed_run_goes_on_with_the_same_tasks_and_losses(tune, straight, tmp_path):

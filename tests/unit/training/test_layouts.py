@@ -24,10 +24,10 @@ from components.rl.losses import CISPOLoss, GRPOLoss, GSPOLoss
 from components.rl.objective import Objective
 from components.rl.packing import PackItem, empty_batch, pack
 from components.training.parallelize import World, full_tensor, shard, shard_like
-from components.training.policy_update import PolicyUpdate, UpdateSettings
+from components.training.policy_update import PolicyUpdate
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
-from components.training.update import packed_rows
+from components.training.update import UpdateSettings, packed_rows
 from tests.unit.models import tiny
 from tests.unit.rl.ledgers import item
 from tests.unit.training import dense_loss

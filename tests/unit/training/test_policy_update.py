@@ -16,9 +16,10 @@ from components.rl.objective import Objective
 from components.rl.packing import pack
 from components.training.guards import Guards, GuardStop, MismatchLimit
 from components.training.parallelize import World
-from components.training.policy_update import PolicyUpdate, UpdateSettings
+from components.training.policy_update import PolicyUpdate
 from components.training.precision import MasterWeights
 from components.training.stop import StopRequested
+from components.training.update import UpdateSettings
 from tests.unit.models import tiny
 from tests.unit.rl.ledgers import item
 
@@ -351,3 +352,27 @@ def test_a_token_beyond_the_clip_has_no_gradient(model, tmp_path):
     assert metrics["policy/clip_frac_high"] == 1.0
     assert metrics["train/grad_norm"] == 0.0
     assert same(weights(model), before)
+
+
+def test_the_noise_is_measured_on_request_and_changes_nothing(model, tmp_path):
+    before = weights(model)
+    metrics, _ = take(update(model), rows(model), tmp_path)
+    assert not [name for name in metrics if name.startswith("grad/")]
+    plain = weights(model)
+    model.load_state_dict(before)
+    probed = update(model, probe_noise=True, updates_per_batch=2, lr=0.0)
+    found, _ = take(probed, rows(model), tmp_path)
+    # The norm is a mean over both updates, equal ones here; the parts are those of the first.
+    assert found["grad/signal"] + found["grad/noise"] == pytest.approx(
+        found["train/grad_norm"] ** 2, rel=1e-4
+    )
+    take(update(model, probe_noise=True), rows(model), tmp_path)
+    assert same(weights(model), plain)
+
+
+def test_a_masked_batch_has_no_noise(model, tmp_path):
+    everything = Importance(mask_above=1.001, mask_below=0.999)
+    probed = update(model, probe_noise=True, importance=everything)
+    metrics, first = take(probed, rows(model, logprob=-1.0), tmp_path)
+    assert first is None
+    assert not [name for name in metrics if name.startswith("grad/")]

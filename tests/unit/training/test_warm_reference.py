@@ -14,10 +14,11 @@ from components.rl.objective import Objective
 from components.rl.packing import pack
 from components.rollout.types import Rollout, RolloutSpec
 from components.training.parallelize import World
-from components.training.policy_update import PolicyUpdate, UpdateSettings
+from components.training.policy_update import PolicyUpdate
 from components.training.precision import MasterWeights
 from components.training.reference import ReferencePolicy
 from components.training.supervised import SupervisedSettings, supervised_steps
+from components.training.update import UpdateSettings
 from tests.unit.models import tiny
 from tests.unit.training import dense_loss
 from tests.unit.training.test_layouts import examples
