@@ -74,7 +74,7 @@ def assert_nothing_left(tmp_path):
             {"checkpoints__keep_best": "{metric: reward/mean, mode: most}"},
             "checkpoints.keep_best.mode = 'most': must be one of max, min",
         ),
-        ({"dtype": "fp16"}, "dtype = 'fp16': must be one of bf16, fp32"),
+        ({"dtype": "fp16"}, "dtype = 'fp16': must be one of auto, bf16, fp32"),
         (
             {"optimizer__lrr": 1},
             "optimizer.lrr: torch.optim.AdamW takes no 'lrr'; did you mean 'lr'?",

@@ -247,7 +247,7 @@ def test_metrics_are_those_of_the_documentation(straight):
             if "*" not in name
             # components of checkers and of experts that this run does not have
             and not re.match(r"reward/(writes|reads|db|safe|ungated|mean_)", name)
-            and not re.match(r"eval/|moe/|mismatch/route|sync/|engine/", name)
+            and not re.match(r"eval/|moe/|mismatch/route|sync/|engine/|grad/", name)
         ]
         assert missing == []
         # the breakdown's components are the checker's own
@@ -434,7 +434,8 @@ def test_lora_in_bf16_trains_adapters_and_saves_a_merged_model(tune, tmp_path):
         model__lora_modules="[q_proj, v_proj]",
         optimizer__lr=0.01,
     )
-    assert done.stderr == ""
+    slow = "dtype: bf16: this CPU has no products in bf16; fp32 or auto is many times faster\n"
+    assert done.stderr == ("" if multiplies_bf16() else slow)
     (row,) = rows(tmp_path / "run")
     assert row["policy/logprob_gain"] > 0
     folder = tmp_path / "run/step_1"

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from components.cpu import multiplies_bf16
 from components.models.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from components.models.paths import model_dir
 from components.training.component import build
@@ -113,7 +114,8 @@ def test_what_is_held_by_hand(deep):
     rows = 4  # of three workers, as rows are doubled
     assert whole["kv_cache"] == 2 * 8 * rows * 2 * 256 * 8 * 2
     products = numbers - 24 - 8 * 2 * 24  # all but the norms; the embedding is the head
-    assert whole["engine_copy"] == 2 * products
+    # packed where there are packed products in bf16
+    assert whole["engine_copy"] == (2 * products if multiplies_bf16() else 0)
     apart = measure(
         Update(partial(build, chosen.model, str(deep["llama"])), replace(chosen, packed=False))
     )
